@@ -1,0 +1,119 @@
+"""CUDA memory seen as CuPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gpuarena import backends
+from gpuarena._bump import align_up
+from gpuarena._index import Layout, check_broadcast
+from gpuarena.backends.host import out_of_memory
+from gpuarena.dtypes import DType, as_dtype
+from gpuarena.errors import ArgumentError, DeviceMismatchError
+
+
+class CupyBackend:
+    """A run of device memory. CuPy checks neither bounds nor alignment of its views; the core has."""
+
+    name = "cupy"
+    negative_strides = True
+
+    def __init__(self, pointer: Any, nbytes: int, device_id: int) -> None:
+        self._pointer: Any = pointer  # cupy.cuda.MemoryPointer at `address`
+        self._device_id = device_id
+        self.device = f"cuda:{device_id}"
+        self.address: int = pointer.ptr
+        self.nbytes = nbytes
+        self._viewers: dict[str, Any] = {}
+
+    @classmethod
+    def allocate(cls, nbytes: int, *, device: Any = None, alignment: int = 256) -> CupyBackend:
+        """Allocate uninitialised memory on `device`: None for the current one, a number, or ``"cuda:1"``."""
+        device_id = _device_id(device)
+        try:
+            with cupy.cuda.Device(device_id):
+                raw = cupy.cuda.alloc(nbytes + alignment - 1)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise out_of_memory(nbytes, f"cuda:{device_id}", error) from error
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceMismatchError(f"CuPy cannot use device {device!r}: {error}", device=device) from error
+        return cls(raw + (align_up(raw.ptr, alignment) - raw.ptr), nbytes, device_id)
+
+    @classmethod
+    def adopt(cls, buffer: Any) -> CupyBackend:
+        """Take a contiguous CuPy array, whose memory it keeps alive."""
+        backends.refuse_unless_usable(
+            contiguous=bool(buffer.flags.c_contiguous), writeable=True, nbytes=int(buffer.nbytes)
+        )
+        return cls(buffer.data, int(buffer.nbytes), int(buffer.data.device_id))
+
+    @classmethod
+    def adopt_pointer(cls, address: int, nbytes: int, owner: Any, device_id: int) -> CupyBackend:
+        """Take foreign device memory and keep `owner` alive with every array.
+
+        The device is given, because CuPy would otherwise ask the driver about every pointer.
+        """
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device_id)
+        return cls(cupy.cuda.MemoryPointer(memory, 0), nbytes, device_id)
+
+    def check_dtype(self, dtype: DType) -> None:
+        """Raise `DTypeError` when neither NumPy nor ml_dtypes has `dtype`."""
+        dtype.require_numpy()
+
+    def root(self, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        """Return a contiguous array on the bytes from `offset` on."""
+        return cupy.ndarray(shape, dtype.numpy, self._pointer + offset)
+
+    def view(self, root: Any, layout: Layout, dtype: DType) -> Any:
+        """Return an array with the given layout."""
+        offset, shape, strides = layout
+        return cupy.ndarray(shape, dtype.require_numpy(), self._pointer + offset, strides)
+
+    def write(self, array: Any, value: Any) -> None:
+        """Assign with CuPy's rules for casts and broadcasting; host values are copied to the device first."""
+        with cupy.cuda.Device(self._device_id):
+            if not isinstance(value, cupy.ndarray):
+                value = cupy.asarray(np.asarray(value, dtype=None if hasattr(value, "dtype") else array.dtype))
+            check_broadcast(value.shape, array.shape)
+            array[...] = value
+
+    def invalidate(self, arrays: Sequence[Any]) -> None:
+        """Do nothing: CuPy keeps no version of an array."""
+
+    def viewer(self, library: str) -> Any:
+        """Return a backend of ``"torch"`` over the same bytes."""
+        if library == "cupy":
+            return self
+        if library != "torch":
+            raise DeviceMismatchError(f"NumPy cannot reach memory on {self.device}; use region.array.get() for a copy")
+        if library not in self._viewers:
+            import torch
+
+            # CuPy's DLPack capsule is made in C, the one producer whose deleter is safe at interpreter exit.
+            with cupy.cuda.Device(self._device_id):
+                tensor = torch.from_dlpack(self.root(0, (self.nbytes,), as_dtype("uint8")))
+            self._viewers[library] = backends.load("torch").adopt(tensor)
+        return self._viewers[library]
+
+    def release(self) -> None:
+        """Drop the memory; arrays made of it keep it alive."""
+        self._viewers.clear()
+        self._pointer = None
+
+
+def _device_id(device: Any) -> int:
+    if device is None:
+        try:
+            return int(cupy.cuda.runtime.getDevice())
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceMismatchError(f"CuPy finds no CUDA device: {error}", device=None) from error
+    text = str(device).removeprefix("cuda:")
+    if text == "cuda":
+        return _device_id(None)
+    if not text.isdigit():
+        raise ArgumentError(f"device {device!r} is no CUDA device; write a number or 'cuda:0'", device=device)
+    return int(text)

@@ -1,0 +1,147 @@
+"""Everything gpuarena raises on purpose.
+
+::
+
+    ArenaError
+    ├── ArgumentError          (ValueError)    a value that can never be right: capacity 0, a label that is no text
+    ├── ArgumentTypeError      (TypeError)     a value of the wrong type
+    ├── AlignmentError         (ValueError)    not a power of two, or too small for the dtype
+    ├── ShapeError             (ValueError)    negative or overflowing dimensions, shapes that do not match
+    ├── DTypeError             (TypeError)     a dtype that is unknown, or that this backend lacks
+    ├── StrideError            (ValueError)    a view that the library of the backend cannot express
+    ├── OutOfMemoryError       (MemoryError)   the request does not fit
+    │   └── CapacityError                      a cache that is full
+    ├── StaleRegionError       (RuntimeError)  the region was rolled back, or its arena is closed
+    ├── CheckpointError        (RuntimeError)  a checkpoint that is dead, spent or foreign; scopes out of order
+    ├── ArenaClosedError       (RuntimeError)  any call after close()
+    ├── DeviceMismatchError    (ValueError)    memory of another device, or bytes that a library cannot reach
+    ├── BackendError           (RuntimeError)  an unknown backend, or one whose library is not installed
+    ├── AutogradError          (RuntimeError)  a write that would tie the arena into an autograd graph
+    ├── ReadOnlyError          (ValueError)    memory that may not be written was offered to an arena
+    └── NotCopyableError       (TypeError)     pickle or copy of an arena, a region or a checkpoint
+
+A call that raises one of these has changed nothing. The figures of a message are attributes of the exception.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AlignmentError",
+    "ArenaClosedError",
+    "ArenaError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "AutogradError",
+    "BackendError",
+    "CapacityError",
+    "CheckpointError",
+    "DTypeError",
+    "DeviceMismatchError",
+    "NotCopyableError",
+    "OutOfMemoryError",
+    "ReadOnlyError",
+    "ShapeError",
+    "StaleRegionError",
+    "StrideError",
+]
+
+
+class ArenaError(Exception):
+    """Base of all errors of this package; keyword arguments become attributes."""
+
+    def __init__(self, message: str, **figures: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(figures)
+
+
+class ArgumentError(ArenaError, ValueError):
+    """A value that can never be right."""
+
+
+class ArgumentTypeError(ArenaError, TypeError):
+    """A value of the wrong type."""
+
+
+class AlignmentError(ArenaError, ValueError):
+    """An alignment that is not a power of two, or too small for the dtype."""
+
+
+class ShapeError(ArenaError, ValueError):
+    """A shape with negative or overflowing dimensions, or shapes that do not match."""
+
+
+class DTypeError(ArenaError, TypeError):
+    """A dtype that is unknown, or that this backend does not have."""
+
+
+class StrideError(ArenaError, ValueError):
+    """A view whose strides the library of the backend cannot express."""
+
+
+class OutOfMemoryError(ArenaError, MemoryError):
+    """The request does not fit.
+
+    Attributes
+    ----------
+    requested, aligned_offset, available, capacity, missing : int
+        Bytes: what was asked, where it would have started, what is left below the capacity, and by how
+        much the request exceeds it with its alignment.
+    label : str or None
+        The label of the request.
+    """
+
+    requested: int
+    aligned_offset: int
+    available: int
+    capacity: int
+    missing: int
+    label: str | None
+
+
+class CapacityError(OutOfMemoryError):
+    """A cache is full; the attributes `used`, `requested` and `capacity` count tokens."""
+
+    used: int
+
+
+class StaleRegionError(ArenaError, RuntimeError):
+    """A region was used after its memory was rolled back or its arena closed."""
+
+
+class CheckpointError(ArenaError, RuntimeError):
+    """A checkpoint is dead, spent or foreign, or scopes were closed out of order."""
+
+
+class ArenaClosedError(ArenaError, RuntimeError):
+    """A closed arena was used."""
+
+
+class DeviceMismatchError(ArenaError, ValueError):
+    """Memory of another device was given, or a library cannot reach these bytes."""
+
+
+class BackendError(ArenaError, RuntimeError):
+    """A backend is unknown, or its library is not installed."""
+
+
+class AutogradError(ArenaError, RuntimeError):
+    """A write would have tied the arena's memory into an autograd graph."""
+
+
+class ReadOnlyError(ArenaError, ValueError):
+    """Memory that may not be written was offered to an arena."""
+
+
+class NotCopyableError(ArenaError, TypeError):
+    """An arena, a region or a checkpoint cannot be pickled or copied."""
+
+
+def refuse_copy(obj: object) -> NotCopyableError:
+    """Return the error for pickling or copying `obj`, a handle to memory that stays where it is."""
+    kind = type(obj).__name__
+    return NotCopyableError(
+        f"a {kind} cannot be pickled or copied: it is a handle to memory that stays where it is; "
+        f"copy the contents instead, for example numpy.array(region.as_numpy()) or region.array.clone()"
+    )

@@ -1,0 +1,337 @@
+"""The region: a typed, shaped, sliceable handle that knows when it is stale."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gpuarena import _index
+from gpuarena._bump import is_contiguous
+from gpuarena._index import Layout
+from gpuarena.dtypes import DType, as_dtype
+from gpuarena.errors import AlignmentError, ShapeError, StrideError, refuse_copy
+
+if TYPE_CHECKING:
+    from gpuarena.arena import Arena
+
+__all__ = ["Region"]
+
+
+class Region:
+    """A piece of an arena, made by `Arena.alloc`; every way to its contents first checks that it is live.
+
+    >>> from gpuarena import Arena
+    >>> x = Arena(4096).alloc((4, 6), "float32", fill=1)
+    >>> x[1:3, ::2].shape
+    (2, 3)
+    >>> x[0].array.sum()
+    np.float32(6.0)
+
+    Slices, `reshape` and `view` are regions of the same memory and die with it.
+
+    Attributes
+    ----------
+    offset : int
+        Bytes from the arena's first byte to the first element.
+    nbytes : int
+        Bytes of the elements; for a strided slice the bytes between them do not count.
+    shape : tuple of int
+    strides : tuple of int
+        Bytes, as NumPy has them.
+    dtype : DType
+    label : str or None
+
+    These stay readable when the region is stale.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_arena",
+        "_array",
+        "_root",
+        "_serial",
+        "_slot",
+        "dtype",
+        "label",
+        "nbytes",
+        "offset",
+        "shape",
+        "strides",
+    )
+
+    def __init__(self, root: Region | None, layout: Layout, dtype: DType) -> None:
+        self._array: Any = None
+        self.offset, self.shape, self.strides = layout
+        self.dtype = dtype
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
+        self._root: Region
+        self._arena: Arena
+        self._slot: int
+        self._serial: int
+        self.label: str | None
+        if root is not None:
+            self._root = root
+            self._arena, self._slot, self._serial, self.label = root._arena, root._slot, root._serial, root.label
+
+    @classmethod
+    def _root_of(
+        cls, arena: Arena, slot: int, serial: int, offset: int, shape: tuple[int, ...], dtype: DType, label: str | None
+    ) -> Region:
+        region = cls(None, _index.contiguous(offset, shape, dtype.itemsize), dtype)
+        region._root = region
+        region._arena, region._slot, region._serial, region.label = arena, slot, serial, label
+        return region
+
+    # -- liveness -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the memory still belongs to this region."""
+        serials = self._arena._serials
+        slot = self._slot
+        return slot < len(serials) and serials[slot] == self._serial
+
+    def _check(self) -> None:
+        if not self.is_live:
+            raise self._arena._stale_error(self)
+
+    # -- contents -----------------------------------------------------------------------------------------------
+
+    @property
+    def array(self) -> Any:
+        """The contents as an array of the backend's library, made on first use.
+
+        The array itself is not checked: it outlives a rollback, and then shows whatever is put there next.
+
+        Raises
+        ------
+        StaleRegionError
+            The memory was rolled back, or the arena is closed.
+        """
+        self._check()
+        array = self._array
+        if array is None:
+            array = self._array = self._make(self._arena._backend.name)
+        return array
+
+    def as_numpy(self) -> Any:
+        """Return the contents as a NumPy array of the same bytes.
+
+        Raises
+        ------
+        StaleRegionError
+        DeviceMismatchError
+            NumPy cannot reach the memory of a GPU.
+        DTypeError
+            Neither NumPy nor ml_dtypes has the dtype.
+        """
+        return self._as("host")
+
+    def as_torch(self) -> Any:
+        """Return the contents as a torch tensor of the same bytes; errors as for `as_numpy`."""
+        return self._as("torch")
+
+    def as_cupy(self) -> Any:
+        """Return the contents as a CuPy array of the same bytes; errors as for `as_numpy`."""
+        return self._as("cupy")
+
+    def _as(self, library: str) -> Any:
+        if library == self._arena._backend.name:
+            return self.array
+        self._check()
+        return self._make(library)
+
+    def _make(self, library: str) -> Any:
+        arena, root = self._arena, self._root
+        with arena._lock:
+            self._check()  # again, now that no other thread can roll back
+            viewer = arena._backend.viewer(library)
+            viewer.check_dtype(self.dtype)
+            array = arena._root_array(self._slot, library, root.offset, root.shape, root.dtype)
+            if self is root:
+                return array
+            return viewer.view(array, Layout(self.offset, self.shape, self.strides), self.dtype)
+
+    def __setitem__(self, key: Any, values: Any) -> None:
+        """Assign as the backend's library does, which may cast; a torch arena takes no part in autograd.
+
+        Raises
+        ------
+        ShapeError
+            The values do not broadcast. Unchanged on error.
+        """
+        self[key]._write(values)
+
+    def _write(self, values: Any) -> None:
+        array = self.array
+        if isinstance(values, Region):
+            values = values.array
+        self._arena._backend.write(array, values)
+
+    # -- views --------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Region:
+        """Return a region of some of the elements: NumPy's basic indexing, always a view.
+
+        Raises
+        ------
+        IndexError
+            An integer out of range, or too many indices.
+        ArgumentTypeError
+            A list, array, float or bool, which would need a copy.
+        StrideError
+            A negative step on a torch arena.
+        """
+        self._check()
+        layout = _index.index(Layout(self.offset, self.shape, self.strides), key)
+        if not self._arena._backend.negative_strides and any(stride < 0 for stride in layout.strides):
+            raise StrideError(
+                "torch has no views with negative strides: a slice's step must be positive here; "
+                "torch.flip(region.array, dims) makes a copy"
+            )
+        return Region(self._root, layout, self.dtype)
+
+    def reshape(self, *shape: Any) -> Region:
+        """Return the same bytes in another shape; one dimension may be -1.
+
+        >>> from gpuarena import Arena
+        >>> Arena(1024).alloc((2, 6), "int8").reshape(3, -1).shape
+        (3, 4)
+
+        Raises
+        ------
+        ShapeError
+            The element counts differ, or the region is not contiguous and would have to be copied.
+        """
+        self._check()
+        new = _index.reshape(self.shape, shape)
+        self._need_contiguous("reshape")
+        return Region(self._root, _index.contiguous(self.offset, new, self.dtype.itemsize), self.dtype)
+
+    def view(self, dtype: Any) -> Region:
+        """Return the same bytes as another dtype; the last dimension changes with the item size.
+
+        >>> from gpuarena import Arena
+        >>> Arena(1024).alloc((2, 6), "float32").view("uint8").shape
+        (2, 24)
+
+        Raises
+        ------
+        ShapeError
+            The last dimension is no whole number of the new items, or the region is not contiguous.
+        AlignmentError
+            The first byte cannot start an element of the new dtype.
+        """
+        self._check()
+        new = as_dtype(dtype)
+        self._arena._backend.check_dtype(new)
+        shape = _index.recast(self.shape, self.dtype.itemsize, new.itemsize)
+        self._need_contiguous("view")
+        if self.nbytes and self.address % new.alignment:
+            raise AlignmentError(
+                f"address {self.address:#x} is no multiple of {new.alignment}, which {new} needs", align=new.alignment
+            )
+        return Region(self._root, _index.contiguous(self.offset, shape, new.itemsize), new)
+
+    def _need_contiguous(self, action: str) -> None:
+        if not self.is_contiguous:
+            raise ShapeError(
+                f"{action} of a region with shape {self.shape} and strides {self.strides} would need a copy",
+                shape=self.shape,
+            )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d region")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Region]:
+        for position in range(len(self)):
+            yield self[position]
+
+    # -- metadata -----------------------------------------------------------------------------------------------
+
+    @property
+    def arena(self) -> Arena:
+        """The arena that the memory belongs to."""
+        return self._arena
+
+    @property
+    def address(self) -> int:
+        """Address of the first element; it stays what it was when the region is stale."""
+        return self._arena.address + self.offset
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements are one run of bytes in C order."""
+        return is_contiguous(self.shape, self.strides, self.dtype.itemsize)
+
+    def _describe(self) -> str:
+        label = f" {self.label!r}" if self.label else ""
+        return f"region{label} {self.dtype}{list(self.shape)} at offset {self.offset}"
+
+    def __repr__(self) -> str:
+        return f"<{self._describe()}, {'live' if self.is_live else 'stale'}>"
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
+    # -- exchange protocols -------------------------------------------------------------------------------------
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the bytes without a copy, by the library that made them (DLPack 1.x where it has that)."""
+        array = self.array
+        try:
+            return array.__dlpack__(**options)
+        except BufferError:
+            if self._arena._backend.name != "host" or "torch" not in sys.modules:
+                raise
+            return self.as_torch().__dlpack__(**options)  # NumPy exports no bfloat16 or float8, torch does
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.as_numpy()
+        if dtype is not None and dtype != array.dtype:
+            if copy is False:
+                raise ValueError(f"a {self.dtype} region cannot be seen as {dtype} without a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    @property
+    def __array_interface__(self) -> Any:
+        """The array interface (version 3); only for host memory, and for types that it can name."""
+        numpy = self.dtype.numpy
+        if numpy is None or numpy.kind in "VW" or not self.device_is_host:
+            raise AttributeError("__array_interface__")  # numpy.asarray falls back to __array__
+        return self.as_numpy().__array_interface__
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """The CUDA array interface (version 3); only for CUDA memory, and for NumPy's own dtypes."""
+        numpy = self.dtype.numpy
+        if self.device_is_host or numpy is None or numpy.kind in "VW":
+            raise AttributeError("__cuda_array_interface__")
+        self._check()
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": numpy.str,
+            "data": (self.address if self.nbytes else 0, False),
+            "strides": None if self.is_contiguous else self.strides,
+            # Work on the memory is queued in stream order; a consumer on another stream orders itself.
+            "stream": None,
+        }
+
+    @property
+    def device_is_host(self) -> bool:
+        """Whether the CPU can read the bytes."""
+        return self._arena.device == "cpu"

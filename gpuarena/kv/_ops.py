@@ -1,0 +1,186 @@
+"""The few array operations of a cache, in torch and in NumPy or CuPy.
+
+Buffers are ``[rows, kv_heads, tokens, dim]``. Every function writes in place or returns a view; none allocates
+array memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from gpuarena.dtypes import DType
+from gpuarena.errors import ArgumentTypeError, AutogradError, DeviceMismatchError, ShapeError
+
+#: index_copy_ writes one token faster than narrow + copy_ (0.85 of the time, one token, CPU), and a long
+#: prompt much slower, since it copies row by row.
+_INDEX_COPY_MAX_TOKENS = 4
+
+
+class Ops(Protocol):
+    """What a cache needs of an array library."""
+
+    def dtype(self, dtype: DType) -> Any:
+        """Return the library's own dtype object."""
+
+    def agree(self, keys: Any, values: Any, dtypes: tuple[Any, Any]) -> bool:
+        """Return whether `check` and a comparison of dtypes would find nothing wrong; cheap."""
+
+    def check(self, array: Any, what: str) -> None:
+        """Raise unless `array` is one of the library on the right device, and safe to write from."""
+
+    def write(self, k_buffer: Any, v_buffer: Any, start: int, keys: Any, values: Any) -> None:
+        """Write ``[rows, kv_heads, n, dim]`` to the tokens from `start` on."""
+
+    def tokens(self, buffer: Any, start: int, stop: int) -> Any:
+        """Return the view of tokens `start` to `stop`."""
+
+    def rows(self, buffer: Any, n_rows: int) -> Any:
+        """Return the view of the first rows."""
+
+    def row_index(self, rows: Any, n_rows: int) -> tuple[Any, int]:
+        """Return row numbers as the library's index array, checked against `n_rows`, and how many there are."""
+
+    def gather_rows(self, source: Any, rows: Any, scratch: Any, target: Any) -> None:
+        """Write ``source[rows]`` to `target`, which may overlap it, by way of the flat `scratch`."""
+
+
+class TorchOps:
+    """PyTorch."""
+
+    def __init__(self, arena: Any, max_tokens: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(arena.device)
+        self._tensor = torch.Tensor
+        # One index for all layers of a step; a view of this is made when the position changes.
+        with torch.inference_mode(False):
+            self._positions = torch.arange(max_tokens, device=self._device)
+        self._index: Any = None
+        self._index_key = (-1, -1)
+
+    def dtype(self, dtype: DType) -> Any:
+        return dtype.torch
+
+    def agree(self, keys: Any, values: Any, dtypes: tuple[Any, Any]) -> bool:
+        return (
+            keys.dtype is dtypes[0]
+            and values.dtype is dtypes[1]
+            and keys.device == self._device
+            and values.device == self._device
+            and not ((keys.requires_grad or values.requires_grad) and self._torch.is_grad_enabled())
+        )
+
+    def check(self, array: Any, what: str) -> None:
+        if not isinstance(array, self._tensor):
+            raise ArgumentTypeError(f"{what} must be a torch.Tensor, not {type(array).__name__}")
+        if array.device != self._device:
+            raise DeviceMismatchError(f"{what} are on {array.device}, the cache is on {self._device}; move one of them")
+        if array.requires_grad and self._torch.is_grad_enabled():
+            raise AutogradError(
+                f"{what} require grad: a cache that is written in place cannot be differentiated through; "
+                f"run the model under torch.no_grad() or torch.inference_mode(), or append {what}.detach()"
+            )
+
+    def write(self, k_buffer: Any, v_buffer: Any, start: int, keys: Any, values: Any) -> None:
+        n_tokens = keys.shape[2]
+        if keys.requires_grad or values.requires_grad:  # grad mode is off, the check saw to that
+            keys, values = keys.detach(), values.detach()
+        if n_tokens > _INDEX_COPY_MAX_TOKENS:
+            k_buffer.narrow(2, start, n_tokens).copy_(keys)
+            v_buffer.narrow(2, start, n_tokens).copy_(values)
+        elif n_tokens:
+            if self._index_key != (start, n_tokens):
+                self._index = self._positions.narrow(0, start, n_tokens)
+                self._index_key = (start, n_tokens)
+            k_buffer.index_copy_(2, self._index, keys)
+            v_buffer.index_copy_(2, self._index, values)
+
+    def tokens(self, buffer: Any, start: int, stop: int) -> Any:
+        return buffer.narrow(2, start, stop - start)
+
+    def rows(self, buffer: Any, n_rows: int) -> Any:
+        return buffer.narrow(0, 0, n_rows)
+
+    def row_index(self, rows: Any, n_rows: int) -> tuple[Any, int]:
+        torch = self._torch
+        on_host = not isinstance(rows, self._tensor)
+        if on_host:
+            try:
+                rows = torch.as_tensor(rows)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ArgumentTypeError(f"rows must be row numbers: {error}") from error
+        if rows.ndim != 1 or rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
+            raise ArgumentTypeError(f"rows must be a 1-D list of integers, not {rows.dtype}{list(rows.shape)}")
+        # Looking at numbers on a GPU would wait for it; there index_select itself refuses bad ones.
+        if rows.device.type == "cpu" and len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < n_rows):
+            raise ShapeError(f"rows {rows.tolist()}: the cache holds rows 0 to {n_rows - 1}")
+        return rows.to(self._device, torch.int64), len(rows)
+
+    def gather_rows(self, source: Any, rows: Any, scratch: Any, target: Any) -> None:
+        shape = target.shape
+        flat = scratch.view(target.dtype)
+        staged = flat.narrow(0, 0, target.numel()).view(shape)
+        self._torch.index_select(source, 0, rows, out=staged)
+        target.copy_(staged)
+
+
+class NumpyOps:
+    """NumPy and CuPy, whose functions have the same names."""
+
+    def __init__(self, arena: Any, max_tokens: int) -> None:
+        self._is_host = arena.backend == "host"
+        if self._is_host:
+            self._array: type = np.ndarray
+        else:
+            import cupy
+
+            self._array = cupy.ndarray
+        self._device = arena.device
+
+    def dtype(self, dtype: DType) -> Any:
+        return dtype.require_numpy()
+
+    def agree(self, keys: Any, values: Any, dtypes: tuple[Any, Any]) -> bool:
+        return False  # check() costs no more here
+
+    def check(self, array: Any, what: str) -> None:
+        if not isinstance(array, self._array):
+            wanted = f"{self._array.__module__}.{self._array.__name__}"
+            raise ArgumentTypeError(f"{what} must be a {wanted}, not {type(array).__name__}")
+        if not self._is_host and f"cuda:{array.device.id}" != self._device:
+            raise DeviceMismatchError(f"{what} are on cuda:{array.device.id}, the cache is on {self._device}")
+
+    def write(self, k_buffer: Any, v_buffer: Any, start: int, keys: Any, values: Any) -> None:
+        stop = start + keys.shape[2]
+        k_buffer[:, :, start:stop] = keys
+        v_buffer[:, :, start:stop] = values
+
+    def tokens(self, buffer: Any, start: int, stop: int) -> Any:
+        return buffer[:, :, start:stop]
+
+    def rows(self, buffer: Any, n_rows: int) -> Any:
+        return buffer[:n_rows]
+
+    def row_index(self, rows: Any, n_rows: int) -> tuple[Any, int]:
+        index = np.asarray(rows.get() if hasattr(rows, "get") else rows)
+        if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+            raise ArgumentTypeError(f"rows must be a 1-D list of integers, not {index.dtype}{list(index.shape)}")
+        if index.size and not (0 <= index.min() and index.max() < n_rows):
+            raise ShapeError(f"rows {index.tolist()}: the cache holds rows 0 to {n_rows - 1}")
+        return index.astype(np.int64), len(index)
+
+    def gather_rows(self, source: Any, rows: Any, scratch: Any, target: Any) -> None:
+        staged = scratch.view(target.dtype)[: target.size].reshape(target.shape)
+        for position, row in enumerate(rows):
+            staged[position] = source[int(row)]
+        target[...] = staged
+
+
+def ops_for(arena: Any, max_tokens: int) -> Ops:
+    """Return the operations for an arena's backend."""
+    return TorchOps(arena, max_tokens) if arena.backend == "torch" else NumpyOps(arena, max_tokens)
+
+

@@ -1,0 +1,297 @@
+"""``attn_implementation="gpuarena"``: decoding that reads each key and value byte once.
+
+>>> register()
+>>> from transformers import AttentionInterface
+>>> "gpuarena" in AttentionInterface().valid_keys()
+True
+
+In a decode step one query token meets all keys, and with grouped heads G query heads share one key/value head.
+Treated as G separate heads, they read the same keys G times, or a copy of them made by ``repeat_kv``. Here the group
+becomes the query axis of scaled dot product attention (SDPA), a view of the query and nothing else::
+
+    query  [batch, q_heads, 1, key_dim]  ->  [batch, kv_heads, group, key_dim]
+    mask   [batch, q_heads, 1, n_keys]   ->  [batch, kv_heads, group, n_keys]   ([batch, 1, 1, n_keys] stays)
+
+==========================================================  =================================================
+call                                                        goes to
+==========================================================  =================================================
+soft cap or attention sinks (Gemma 2, GPT-OSS, ...)         the model's own ``eager_attention_forward``
+one query token, grouped heads, device in                   the fold above
+`FOLD_DEVICE_TYPES`, not training
+everything else                                             transformers' ``sdpa_attention_forward``
+==========================================================  =================================================
+
+transformers tests ``_supports_sdpa`` for the name "sdpa" only, and some model files compare that name. What follows
+from another name is made up for here: the soft caps and sinks above; sparse models (DeepSeek-V3.2, GLM-MoE-DSA)
+that leave applying their selected keys to a function they do not know; Gemma 4, which drops query rows it does not
+need and then relies on a mask. Refused with `UnsupportedAttentionError`: models that do not look their attention up
+by name (BLOOM, MPT, XGLM) and would add a boolean mask to scores, and MiniMax-M3, sparse in blocks. Models that
+choose a class by name (Falcon, GPT-Neo) fail in transformers with ``KeyError: 'gpuarena'`` when they are built.
+
+Not guaranteed: a copy-free step when keys and values differ in head dimension. torch's CPU kernel wants them equal,
+and the general one that it falls back to scales a copy of the keys, as it does for "sdpa".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from gpuarena.errors import ArenaError
+
+__all__ = [
+    "FOLD_DEVICE_TYPES",
+    "UnsupportedAttentionError",
+    "gpuarena_attention_forward",
+    "gpuarena_mask",
+    "register",
+]
+
+_NAME = "gpuarena"
+
+#: Device types (``tensor.device.type``) on which the group is folded. CUDA is not among them, as SDPA packs groups
+#: there by itself when it has no mask; where the fold measures faster, ``FOLD_DEVICE_TYPES.add("cuda")``.
+FOLD_DEVICE_TYPES: set[str] = {"cpu"}
+
+#: Arguments by which models ask for what SDPA cannot do, and what each is.
+_BEYOND_SDPA = {
+    "softcap": "a soft cap of the attention scores",  # Gemma 2, VaultGemma, T5Gemma, VideoPrism
+    "s_aux": "attention sinks",  # GPT-OSS, MiMo-V2, Granite SWA, DeepSeek-V4, HY-V4, Flint, OpenAI privacy filter
+    "sinks": "attention sinks",  # Inkling 2
+}
+
+
+class UnsupportedAttentionError(ArenaError, ValueError):
+    """The model needs an attention that neither SDPA nor an eager function of its own can provide.
+
+    Attributes
+    ----------
+    model : str
+        The class that asked: an attention module, or the configuration of a model.
+    needs : str
+        What it asked for.
+    """
+
+    model: str
+    needs: str
+
+
+def gpuarena_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend from `query` to `key` and `value`; the function behind ``attn_implementation="gpuarena"``.
+
+    Parameters
+    ----------
+    module
+        The attention module that calls; `module.training`, `module.is_causal` and, on the eager path, its sinks
+        are read.
+    query : [batch, q_heads, n_queries, key_dim]
+    key : [batch, kv_heads, n_keys, key_dim]
+    value : [batch, kv_heads, n_keys, value_dim]
+        `q_heads` is a multiple of `kv_heads`; query head h attends to key/value head ``h // (q_heads // kv_heads)``.
+    attention_mask : [batch or 1, q_heads or 1, n_queries, n_keys], optional
+        Boolean (True attends) or additive, of the dtype of the query. None hides nothing from a single query, and
+        the future from several of a causal module.
+    dropout, scaling, is_causal
+        As for transformers' ``sdpa_attention_forward``; a `scaling` of None is ``key_dim ** -0.5``.
+    **kwargs
+        What the model passes besides: `softcap`, `s_aux`, `sinks`, `indices`, `position_bias`, `output_attentions`.
+
+    Returns
+    -------
+    output : [batch, n_queries, q_heads, value_dim]
+    weights
+        None, or the attention weights where the model's eager function was used.
+
+    Raises
+    ------
+    UnsupportedAttentionError
+        The model passes a soft cap or sinks and its file has no ``eager_attention_forward``, or block indices.
+    """
+    if kwargs.get("block_indices") is not None:
+        raise _unsupported(type(module), "keys selected in blocks", "sdpa")
+    indices = kwargs.pop("indices", None)
+    if indices is not None:
+        # The model has applied its selection to the mask only if it is called "eager" or "sdpa".
+        attention_mask = _spell_out(attention_mask, module, query, key, is_causal)
+        attention_mask = _hide_unselected(attention_mask, indices, n_keys=key.shape[2])
+    for name, needs in _BEYOND_SDPA.items():
+        if kwargs.get(name) is not None:
+            eager = _own_eager_function(module)
+            if eager is None:
+                raise _unsupported(type(module), needs, "eager")
+            mask = _additive(_spell_out(attention_mask, module, query, key, is_causal), query.dtype)
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling  # some eager functions require it
+            output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scale, **kwargs)
+            return output, weights
+    if (
+        query.shape[2] == 1
+        and query.shape[1] > key.shape[1]
+        and query.device.type in FOLD_DEVICE_TYPES
+        and dropout == 0.0
+        and not module.training
+        and not kwargs.get("output_attentions")
+        and kwargs.get("position_bias") is None
+        and (attention_mask is None or attention_mask.dim() == 4)
+    ):
+        return _folded_attention(query, key, value, attention_mask, scaling), None
+    output, weights = sdpa_attention_forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **kwargs,
+    )
+    return output, weights
+
+
+def gpuarena_mask(
+    *, q_length: int, config: Any = None, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> torch.Tensor | None:
+    """Build the mask that `gpuarena_attention_forward` takes: transformers' ``sdpa_mask``, with two guards.
+
+    Without a mask function of the same name transformers passes no mask at all, and left padding is attended to.
+
+    Returns
+    -------
+    mask : [batch, 1, q_length, n_keys], optional
+        Boolean, True attends; None where ``sdpa_mask`` sees that the query lengths say it all. A sliding window
+        that hides a key is never left out: ``sdpa_mask`` skips only while the keys are fewer than the window.
+
+    Raises
+    ------
+    UnsupportedAttentionError
+        The model of `config` does not look its attention function up by name, and would add this mask to its scores.
+    """
+    if config is not None:
+        if not _looks_attention_up(type(config)):
+            raise _unsupported(type(config), "its own attention, which it does not look up by name", "eager")
+        if q_length > 1 and str(getattr(config, "model_type", "")).startswith("gemma4"):
+            # Layers that share keys keep only the query rows whose logits are wanted. "Causal" without a mask would
+            # then be counted from the first of those rows; the model prevents that for the name "sdpa" only.
+            allow_is_causal_skip = False
+    mask: torch.Tensor | None = sdpa_mask(
+        q_length=q_length, config=config, allow_is_causal_skip=allow_is_causal_skip, **kwargs
+    )
+    return mask
+
+
+def register() -> None:
+    """Make ``attn_implementation="gpuarena"`` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(_NAME, gpuarena_attention_forward)
+    AttentionMaskInterface.register(_NAME, gpuarena_mask)
+
+
+def _folded_attention(
+    query: torch.Tensor,  # [batch, q_heads, 1, key_dim]
+    key: torch.Tensor,  # [batch, kv_heads, n_keys, key_dim]
+    value: torch.Tensor,  # [batch, kv_heads, n_keys, value_dim]
+    mask: torch.Tensor | None,  # [batch or 1, q_heads or 1, 1, n_keys]
+    scaling: float | None,
+) -> torch.Tensor:  # [batch, 1, q_heads, value_dim]
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    group = q_heads // kv_heads
+    # Query head h belongs to key/value head h // group, so consecutive heads form a group.
+    query = query.reshape(query.shape[0], kv_heads, group, query.shape[3])
+    if mask is not None and mask.shape[1] != 1:
+        mask = mask.reshape(mask.shape[0], kv_heads, group, mask.shape[3])
+    # Not causal: the rows are heads of one token, which sees all keys that the mask leaves.
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(output.shape[0], 1, q_heads, output.shape[3])
+
+
+def _own_eager_function(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return the ``eager_attention_forward`` of the file that defines the class of `module`, or a base of it."""
+    for cls in type(module).__mro__:
+        eager: Callable[..., Any] | None = getattr(
+            sys.modules.get(cls.__module__), "eager_attention_forward", None
+        )
+        if eager is not None:
+            return eager
+    return None
+
+
+def _spell_out(
+    mask: torch.Tensor | None,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    is_causal: bool | None,
+) -> torch.Tensor | None:  # [batch or 1, q_heads or 1, n_queries, n_keys]
+    """Return the mask that a None stands for; None only if nothing is hidden."""
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if mask is not None or n_queries == 1 or not is_causal:
+        return mask
+    # ``sdpa_mask`` leaves a mask out for several queries only if they are the first tokens of the cache. Query i
+    # sees keys 0 to i, and a static cache has empty slots behind them: hence aligned to the upper left.
+    return torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=query.device).tril()
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the mask in the form of eager functions, which add it to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    # The least finite number, as in transformers' eager_mask: a row that sees nothing gives no NaN.
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _hide_unselected(
+    mask: torch.Tensor | None,  # [batch or 1, 1, n_queries, n_keys]
+    indices: torch.Tensor,  # [batch, n_queries, n_selected]: positions of the keys that each query may see
+    *,
+    n_keys: int,
+) -> torch.Tensor:  # [batch, 1, n_queries, n_keys]
+    selected = indices.new_zeros((*indices.shape[:-1], n_keys), dtype=torch.bool)
+    selected = selected.scatter(-1, indices.long(), True)[:, None]
+    if mask is None:
+        return selected
+    if mask.dtype == torch.bool:
+        return mask & selected
+    return mask.masked_fill(~selected, torch.finfo(mask.dtype).min)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not annotate it
+def _looks_attention_up(config_class: type) -> bool:
+    """Whether the model file beside `config_class` takes its attention from AttentionInterface; True if unknown."""
+    package, _, name = config_class.__module__.rpartition(".configuration_")
+    modeling = sys.modules.get(f"{package}.modeling_{name}") if package else None
+    if modeling is None:
+        return True
+    for item in vars(modeling).values():
+        # A private method, so absence is no error. It reads the source of its module, hence one class answers for all.
+        if getattr(item, "__module__", None) == modeling.__name__ and hasattr(
+            item, "_can_set_attn_implementation"
+        ):
+            return bool(item._can_set_attn_implementation())
+    return True
+
+
+def _unsupported(model: type, needs: str, remedy: str) -> UnsupportedAttentionError:
+    return UnsupportedAttentionError(
+        f'{model.__name__} needs {needs}, which attn_implementation="{_NAME}" cannot provide for it; '
+        f'load the model with attn_implementation="{remedy}"',
+        model=model.__name__,
+        needs=needs,
+    )

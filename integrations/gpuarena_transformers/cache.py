@@ -1,0 +1,386 @@
+"""The cache that `generate` takes in place of a `DynamicCache`, without growing, copying or masking unused slots."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    get_layer_types_and_kwargs,
+)
+
+from gpuarena import Arena
+from gpuarena.dtypes import as_dtype
+from gpuarena.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DeviceMismatchError,
+    DTypeError,
+    OutOfMemoryError,
+    refuse_copy,
+)
+from gpuarena.kv import KVCheckpoint, KVLayer, KVScope, KVSpec, KVStats, LayerGroup, LayerSpec
+from gpuarena.kv.spec import positive
+from gpuarena_transformers.layers import ArenaLayer, removed
+from gpuarena_transformers.sizing import (
+    decoder_config,
+    free_nbytes,
+    measure_layers,
+    model_max_length,
+)
+
+__all__ = ["ArenaCache", "StaticLinearKVCache"]
+
+#: Layers that one arena is made for when no config says how many there are.
+_LAYERS_WITHOUT_CONFIG = 8
+
+
+class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """A fixed-capacity cache in one arena: ``model.generate(**inputs, cache=ArenaCache(model.config, 1, 4096))``.
+
+    Up to transformers 5.23 the argument is called ``past_key_values``.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig, optional
+        Of the model: it says which layers have a window, and how many there are. Shapes and dtypes come from
+        the first tensors.
+    max_batch_size : int
+        Most rows: sequences times beams, or times returned sequences.
+    max_context_length : int, optional
+        Capacity in tokens: prompt plus new tokens, plus ``prompt_lookup_num_tokens`` where that is used. By
+        default what the config declares as the model's maximum.
+    device, dtype : optional
+        Only checked: tensors that disagree are refused. Keys may stay in float32, as GPT-J's do.
+    arena : Arena, optional
+        A torch arena to take the memory from; by default the cache makes its own at the first token.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        An encoder-decoder config, or no way to tell the capacity.
+
+    Notes
+    -----
+    `generate` tells a cache no length, so a cache that is too small is found out in the step that does not
+    fit: it raises `gpuarena.CapacityError` before anything is written, and can be rolled back and used again.
+
+    Layers that hold something else than keys and values a token (recurrent states, sparse-attention
+    indices) are transformers' own and lie outside the arena; a cache with such layers makes no checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        max_batch_size: int = 1,
+        max_context_length: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        arena: Arena | None = None,
+    ) -> None:
+        if config is not None and getattr(config, "is_encoder_decoder", False):
+            raise ArgumentError(
+                f"{type(config).__name__} is an encoder-decoder: its self- and cross-attention need a cache each, "
+                f"EncoderDecoderCache(ArenaCache(...), DynamicCache()), with config=None in the first"
+            )
+        if max_context_length is None:
+            max_context_length = None if config is None else model_max_length(config)
+            if max_context_length is None:
+                raise ArgumentError("max_context_length: the config declares no maximum; give the capacity in tokens")
+        if arena is not None and arena.backend != "torch":
+            raise ArgumentTypeError(f"arena must be a torch arena, not one of backend {arena.backend!r}")
+        self.config = config
+        self.max_batch_size = positive(max_batch_size, "max_batch_size")
+        self.max_context_length = positive(max_context_length, "max_context_length")
+        self.group = LayerGroup(batch=self.max_batch_size, max_tokens=self.max_context_length)
+        self.group.capacity_hint = " (max_context_length)"
+        self._device = None if device is None else torch.device(device)
+        self._dtype = None if dtype is None else as_dtype(dtype).torch
+        self._given_arena = arena
+        self.arenas: list[Arena] = [] if arena is None else [arena]
+        """The arenas that hold the cache: one, unless the model spans devices or the estimate was too low."""
+        self._warned = False
+        if config is None:
+            super().__init__(layer_class_to_replicate=lambda: ArenaLayer(self, len(self.layers)))
+        else:
+            super().__init__(layers=self._layers_of(decoder_config(config)))
+
+    def _layers_of(self, config: Any) -> list[Any]:
+        layer_types, kwargs = get_layer_types_and_kwargs(config)
+        if isinstance(kwargs, dict):  # up to transformers 5.18 all layers shared theirs
+            kwargs = [kwargs] * len(layer_types)
+        layers: list[Any] = []
+        for index, (layer_type, options) in enumerate(zip(layer_types, kwargs, strict=True)):
+            if layer_type == "full_attention":
+                layers.append(ArenaLayer(self, index))
+            elif layer_type in ("sliding_attention", "chunked_attention"):
+                layers.append(ArenaLayer(self, index, options["sliding_window"]))
+            elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**options))
+            else:
+                raise ArgumentError(f"layer {index} is of type {layer_type!r}, which this transformers does not cache")
+        return layers
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        max_context_length: int | Literal["auto"] = "auto",
+        memory_fraction: float = 0.9,
+        *,
+        max_batch_size: int = 1,
+    ) -> ArenaCache:
+        """Return a cache with exact shapes, dtypes and devices, from one forward of a single token.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+        max_context_length : int or "auto"
+            Capacity in tokens; "auto" is the model's maximum, or what fits if that is less.
+        memory_fraction : float
+            Share of the free memory that "auto" may take of each device.
+        max_batch_size : int
+            As in the constructor.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The memory cannot be reserved; it is taken here, not at the first token.
+        """
+        measured = measure_layers(model)
+        by_device: dict[torch.device, list[LayerSpec]] = {}
+        for spec, device in measured.values():
+            by_device.setdefault(device, []).append(spec)
+        specs = {device: KVSpec(layers) for device, layers in by_device.items()}
+        if max_context_length == "auto":
+            if not 0 < memory_fraction <= 1:
+                raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
+            fitting = [
+                spec.max_tokens(max(1, int(free_nbytes(device) * memory_fraction)), max_batch_size)
+                for device, spec in specs.items()
+            ]
+            max_context_length = min([length for length in (model_max_length(model.config),) if length] + fitting)
+            if max_context_length < 1:
+                raise ArgumentError("there is no memory free for even one token; give max_context_length")
+        cache = cls(model.config, max_batch_size, max_context_length)
+        for device, spec in specs.items():
+            cache._new_arena(spec.arena_nbytes(max_batch_size, cache.max_context_length), device)
+        return cache
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def arena(self) -> Arena | None:
+        """The arena, or the first of them; None before the first token unless it was given or measured."""
+        return self.arenas[0] if self.arenas else None
+
+    @property
+    def stats(self) -> KVStats:
+        """Tokens and bytes that are held and reserved."""
+        return self.group.stats
+
+    def take_layer(self, index: int, window: int | None, keys: torch.Tensor, values: torch.Tensor) -> KVLayer:
+        """Take the memory of layer `index` for tensors like these."""
+        self._check_first(keys, values)
+        spec = LayerSpec(
+            keys.shape[1],
+            keys.shape[3],
+            values.shape[3],
+            keys.dtype,  # type: ignore[arg-type]  # LayerSpec converts
+            window,
+            values.dtype,  # type: ignore[arg-type]
+        )
+        arena = self._arena_for(index, spec, keys.device)
+        return self.group.add(arena, spec, index=index)
+
+    def _check_first(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise unless the tensors are what the constructor was told, before memory is taken for them."""
+        for what, tensor in (("keys", keys), ("values", values)):
+            if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
+                raise ArgumentTypeError(f"{what} must be a tensor [batch, kv_heads, tokens, dim]")
+            wanted = self._device
+            if wanted is not None and (
+                tensor.device.type != wanted.type or wanted.index not in (None, tensor.device.index)
+            ):
+                raise DeviceMismatchError(f"{what} are on {tensor.device}, the cache was made for {wanted}")
+            keeps_float32 = what == "keys" and tensor.dtype == torch.float32
+            if self._dtype is not None and tensor.dtype != self._dtype and not keeps_float32:
+                raise DTypeError(f"{what} are {tensor.dtype}, the cache was made for {self._dtype}")
+
+    def _arena_for(self, index: int, spec: LayerSpec, device: torch.device) -> Arena:
+        """Return an arena on `device` with room for the layer, made for all that is still to come."""
+        here = [arena for arena in self.arenas if torch.device(arena.device) == device]
+        needed = self.group.nbytes_to_add(spec, str(device))
+        for arena in here:
+            if arena.stats.available >= needed:
+                break
+        else:
+            arena = self._arena_for_rest(index, spec, device, is_first=not here)
+        if not self.group.layers and arena is self._given_arena:
+            self._check_given(arena, index, spec)
+        return arena
+
+    def _arena_for_rest(self, index: int, spec: LayerSpec, device: torch.device, *, is_first: bool) -> Arena:
+        if self._given_arena is not None and is_first:
+            raise DeviceMismatchError(f"the model is on {device}, the arena given on {self._given_arena.device}")
+        if not is_first and self.config is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"layer {index} needs {spec.bytes_per_token} bytes a token, more than the config told; a second arena "
+                f"holds the rest. ArenaCache.for_model(model) measures it beforehand",
+                stacklevel=5,
+            )
+        return self._new_arena(self._needed(self._layers_left(index, spec)), device)
+
+    def _new_arena(self, nbytes: int, device: torch.device) -> Arena:
+        arena = Arena(nbytes, backend="torch", device=device, name="kv-cache")
+        self.arenas.append(arena)
+        return arena
+
+    def _layers_left(self, index: int, spec: LayerSpec) -> list[LayerSpec]:
+        """Return what the layers from `index` on will hold, judging by this one and the config."""
+        if self.config is None:
+            return [spec] * _LAYERS_WITHOUT_CONFIG
+        waiting = [layer for layer in self.layers if isinstance(layer, ArenaLayer) and layer._kv is None]
+        return [spec] * len(waiting)
+
+    def _needed(self, specs: list[LayerSpec]) -> int:
+        return KVSpec(specs).arena_nbytes(self.max_batch_size, self.max_context_length)
+
+    def _check_given(self, arena: Arena, index: int, spec: LayerSpec) -> None:
+        """Raise before the first layer is taken of a given arena that cannot hold them all."""
+        needed, available = self._needed(self._layers_left(index, spec)), arena.stats.available
+        if needed > available:
+            raise OutOfMemoryError(
+                f"the cache needs about {needed} bytes for {self.max_context_length} tokens of {self.max_batch_size} "
+                f"rows, the arena given has {available} left; give a larger arena or a smaller max_context_length",
+                requested=needed,
+                aligned_offset=arena.stats.top,
+                available=available,
+                capacity=arena.capacity,
+                missing=needed - available,
+                label="kv-cache",
+            )
+
+    # -- lengths ------------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> KVCheckpoint:
+        """Return the present state, to which `rollback` brings the cache back in constant time.
+
+        Raises
+        ------
+        CheckpointError
+            A layer holds a state that cannot be rolled back, or a step failed half-way.
+        """
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, ArenaLayer) and type(layer).__name__ != "DummyLayer":
+                raise CheckpointError(
+                    f"layer {index} is a {type(layer).__name__}, whose state lies outside the arena and cannot be "
+                    f"rolled back; copy.deepcopy(cache) keeps a copy of it"
+                )
+        return self.group.checkpoint()
+
+    def rollback(self, checkpoint: KVCheckpoint) -> None:
+        """Forget every token since `checkpoint`; see `gpuarena.kv.LayerGroup.rollback`."""
+        self.group.rollback(checkpoint)
+
+    def scope(self) -> KVScope:
+        """Return a context manager that forgets on exit what was appended inside.
+
+        Prefill a prompt once, then ``with cache.scope(): model.generate(...)`` as often as needed.
+        """
+        self.checkpoint()  # raises for layers that cannot be rolled back
+        return self.group.scope()
+
+    def truncate(self, n_tokens: int) -> None:
+        """Keep the first `n_tokens` tokens."""
+        self.crop(n_tokens - self.group.length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens from every layer, or from none.
+
+        Raises
+        ------
+        ArgumentError
+            A positive number, or more than there are. Unchanged on error.
+        """
+        n_removed = removed(tokens_to_remove)
+        length = self.group.length
+        if n_removed > length:
+            raise ArgumentError(f"crop(-{n_removed}): the cache holds only {length} tokens")
+        for layer in self.layers:
+            if not isinstance(layer, ArenaLayer):
+                layer.crop(-n_removed)
+        if n_removed:
+            self.group.truncate(length - n_removed)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays reserved for the next conversation."""
+        self.group.reset()
+        for layer in self.layers:
+            if not isinstance(layer, ArenaLayer):
+                layer.reset()
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return the capacity in tokens."""
+        return self.max_context_length
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Put row ``beam_idx[i]`` in place of row i, within the memory that is reserved."""
+        self._foreign("reorder_cache", beam_idx)
+        self.group.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put `repeats` copies of each row side by side."""
+        self.group.repeat(repeats)
+        self._foreign("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the given rows; a boolean mask of the rows is taken too."""
+        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.group.select(indices)
+        self._foreign("batch_select_indices", indices)
+
+    def _foreign(self, method: str, argument: Any) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, ArenaLayer) and type(layer).__name__ != "DummyLayer":
+                getattr(layer, method)(argument)
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ArenaCache:
+        """Return a cache of the same capacity with a copy of the filled part, in an arena of its own."""
+        if any(not isinstance(layer, ArenaLayer) for layer in self.layers):
+            raise refuse_copy(self)
+        other = type(self)(
+            self.config, self.max_batch_size, self.max_context_length, self._device, self._dtype
+        )
+        memo[id(self)] = other
+        with torch.no_grad():
+            for index, layer in enumerate(self.layers):
+                if layer._kv is not None:
+                    other.update(layer.keys, layer.values, index)
+        return other
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"ArenaCache({self.group.length} of {self.max_context_length} tokens, {self.group.rows or 0} of "
+            f"{self.max_batch_size} rows, {len(self.layers)} layers)"
+        )
+
+
+#: The name that this cache had first.
+StaticLinearKVCache = ArenaCache

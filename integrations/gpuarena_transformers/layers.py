@@ -1,0 +1,162 @@
+"""One layer of an `ArenaCache`, as transformers sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from gpuarena.errors import ArgumentError
+from gpuarena.kv import KVLayer
+
+if TYPE_CHECKING:
+    from gpuarena_transformers.cache import ArenaCache
+
+__all__ = ["ArenaLayer"]
+
+
+class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values in an arena, of which `update` returns the filled part as views.
+
+    A sliding layer keeps the whole history and returns its end, so that it can be cropped like any other.
+    The memory is taken at the first `update`, whose tensors say what it has to hold.
+    """
+
+    is_compileable = False  # a prefix view has another shape in each step
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, cache: ArenaCache, index: int, sliding_window: int | None = None) -> None:
+        # CacheLayerMixin.__init__ would only assign what is a property here.
+        self._cache = cache
+        self._index = index
+        self._kv: KVLayer | None = None
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.record_past = False  # nothing is ever evicted, so the past is always there
+
+    def __repr__(self) -> str:
+        window = f", window={self.sliding_window}" if self.is_sliding else ""
+        return f"ArenaLayer({self.get_seq_length()} of {self.get_max_length()} tokens{window})"
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Filled keys, ``[batch, kv_heads, tokens, key_dim]``, a view; None before the first update."""
+        return None if self._kv is None else self._kv.keys
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        _refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Filled values, ``[batch, kv_heads, tokens, value_dim]``, a view; None before the first update."""
+        return None if self._kv is None else self._kv.values
+
+    @values.setter
+    def values(self, value: None) -> None:
+        _refuse(value)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer holds tokens: some models take an initialised cache for a running conversation."""
+        return self._kv is not None and self._kv.length > 0
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """Ignore: it follows from the tokens."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory lies."""
+        if self._kv is None:
+            raise AttributeError("device")  # transformers asks with hasattr
+        return torch.device(self._kv.key_region.arena.device)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in use."""
+        rows = self._cache.group.rows
+        if rows is None:
+            raise AttributeError("batch_size")  # transformers asks with hasattr
+        return rows
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the memory for tensors like these, of which only the shape counts."""
+        if self._kv is None:
+            self._kv = self._cache.take_layer(self._index, self.sliding_window, key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append ``[batch, kv_heads, n, dim]`` and return views of all that a query may see.
+
+        Raises
+        ------
+        CapacityError, ShapeError, DTypeError, DeviceMismatchError, AutogradError, StaleRegionError
+            Before anything is written; see `gpuarena.kv.KVLayer.append`.
+        """
+        if self._kv is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self._kv is not None, "lazy_initialization sets it"
+        return self._kv.append(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens `update` will return for such a query, and the position of the first."""
+        length, window = self.get_seq_length(), self.sliding_window
+        low = 0 if window is None else max(length - window + 1, 0)
+        return length - low + int(query_length), low
+
+    def get_seq_length(self) -> int:
+        """Return the tokens seen."""
+        return 0 if self._kv is None else self._kv.length
+
+    def get_max_length(self) -> int:
+        """Return the capacity in tokens."""
+        return self._cache.max_context_length
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens from this layer; `ArenaCache.crop` does it for all."""
+        n_removed = removed(tokens_to_remove)
+        if n_removed and self._kv is not None:
+            self._kv.truncate(self._kv.length - n_removed)
+
+    def reset(self) -> None:
+        """Forget this layer's tokens; `ArenaCache.reset` does it for all."""
+        if self._kv is not None:
+            self._kv.truncate(0)
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: the past is always there."""
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Refuse: rows change places in all layers at once."""
+        raise _whole_cache("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: rows change places in all layers at once."""
+        raise _whole_cache("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refuse: rows change places in all layers at once."""
+        raise _whole_cache("batch_select_indices")
+
+
+def removed(tokens_to_remove: int) -> int:
+    """Return how many tokens a `crop` argument removes: it is negative or 0, and a tensor in transformers 5.17."""
+    count = int(tokens_to_remove)
+    if count > 0:
+        raise ArgumentError(f"crop({count}): give minus the number of tokens to remove, or use cache.truncate({count})")
+    return -count
+
+
+def _refuse(value: Any) -> None:
+    if value is not None:
+        raise AttributeError("the keys and values of an ArenaLayer are views of its arena and cannot be replaced")
+
+
+def _whole_cache(method: str) -> ArgumentError:
+    return ArgumentError(f"call {method} on the cache, not on one layer: all layers share their rows")

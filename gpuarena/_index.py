@@ -168,7 +168,9 @@ def recast(shape: tuple[int, ...], itemsize: int, new_itemsize: int) -> tuple[in
     if itemsize == new_itemsize:
         return shape
     if not shape:
-        raise ShapeError(f"a 0-d region of {itemsize}-byte items cannot be viewed as {new_itemsize}-byte items")
+        raise ShapeError(
+            f"a 0-d region of {itemsize}-byte items cannot be viewed as {new_itemsize}-byte items"
+        )
     last_nbytes = shape[-1] * itemsize
     if last_nbytes % new_itemsize:
         raise ShapeError(

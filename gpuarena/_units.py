@@ -36,7 +36,9 @@ def parse_nbytes(value: Any, *, what: str = "capacity") -> int:
         match = _PATTERN.fullmatch(value)
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
-            raise ArgumentError(f'{what} {value!r} is not a size; write an integer of bytes or a text such as "2GiB"')
+            raise ArgumentError(
+                f'{what} {value!r} is not a size; write an integer of bytes or a text such as "2GiB"'
+            )
         exact = Fraction(match[1]) * unit
         if exact.denominator != 1:
             raise ArgumentError(f"{what} {value!r} is {float(exact)} bytes, not a whole number")

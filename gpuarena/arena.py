@@ -299,7 +299,9 @@ class Arena:
         """Return an array of zeros; otherwise as `empty`."""
         return self.alloc(shape, dtype, align=align, fill=0, label=label).array
 
-    def full(self, shape: Any, value: Any, dtype: Any, *, align: int | None = None, label: str | None = None) -> Any:
+    def full(
+        self, shape: Any, value: Any, dtype: Any, *, align: int | None = None, label: str | None = None
+    ) -> Any:
         """Return an array filled with `value`; otherwise as `empty`."""
         if value is None:
             raise ArgumentTypeError("full() needs a value")
@@ -329,7 +331,9 @@ class Arena:
         else:
             align = _parse_alignment(align)
             if align < dt.alignment:
-                raise AlignmentError(f"align={align} is too small for {dt}, which needs {dt.alignment}", align=align)
+                raise AlignmentError(
+                    f"align={align} is too small for {dt}, which needs {dt.alignment}", align=align
+                )
         if label is not None:
             _check_text(label, "label")
         try:
@@ -471,11 +475,15 @@ class Arena:
                 del self._scopes[at:]
             self._validate(checkpoint, f"closing {scope!r}")
             if not known:
-                raise CheckpointError(f"{scope!r} was closed out of order: a scope around it was closed before it")
+                raise CheckpointError(
+                    f"{scope!r} was closed out of order: a scope around it was closed before it"
+                )
             self._drop_to(checkpoint, f"the end of {scope!r}", frame)
             if inner:
                 names = ", ".join(map(repr, inner))
-                raise CheckpointError(f"{scope!r} was closed out of order: {names}, opened inside it, is still open")
+                raise CheckpointError(
+                    f"{scope!r} was closed out of order: {names}, opened inside it, is still open"
+                )
 
     def _validate(self, checkpoint: Checkpoint, action: str) -> None:
         """Raise unless `checkpoint` can be used; the caller holds the lock."""
@@ -507,7 +515,9 @@ class Arena:
             for (slot, library), array in self._foreign.items():
                 if slot >= n_live:
                     self._backend.viewer(library).invalidate([array])
-            self._drops.append(_Drop(n_live, self._next_serial, cause, frame.f_code.co_filename, frame.f_lineno))
+            self._drops.append(
+                _Drop(n_live, self._next_serial, cause, frame.f_code.co_filename, frame.f_lineno)
+            )
             self._truncate(n_live)
         self._top = checkpoint.top
         self._used = checkpoint._used
@@ -574,7 +584,11 @@ class Arena:
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
-        state = "closed" if self._closed else f"{self._top} of {self.capacity} bytes, {len(self._serials)} regions"
+        state = (
+            "closed"
+            if self._closed
+            else f"{self._top} of {self.capacity} bytes, {len(self._serials)} regions"
+        )
         return f"<Arena{name} on {self._backend.name}/{self.device}: {state}>"
 
     def __reduce__(self) -> Any:

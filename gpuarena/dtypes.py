@@ -138,7 +138,9 @@ def _lookup(dtype: Any) -> DType:
     if torch is not None and isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
         if name not in _TABLE:
-            raise DTypeError(f"{dtype} cannot be kept in an arena: it carries quantisation parameters", dtype=name)
+            raise DTypeError(
+                f"{dtype} cannot be kept in an arena: it carries quantisation parameters", dtype=name
+            )
         return _TABLE[name]
     if isinstance(dtype, str) and dtype in _TABLE:
         return _TABLE[dtype]
@@ -160,7 +162,9 @@ def _from_numpy(found: np.dtype[Any]) -> DType:
     if found.subdtype is not None:
         raise DTypeError(f"dtype {found} is a sub-array; put its dimensions into the shape", dtype=str(found))
     if not found.isnative:
-        raise DTypeError(f"dtype {found.str} has the other byte order; convert to native first", dtype=found.str)
+        raise DTypeError(
+            f"dtype {found.str} has the other byte order; convert to native first", dtype=found.str
+        )
     if found.itemsize == 0:
         raise DTypeError(f"dtype {found.str} has elements of no bytes", dtype=found.str)
     name = found.str if found.fields is None else str(found)

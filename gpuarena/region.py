@@ -73,11 +73,23 @@ class Region:
         self.label: str | None
         if root is not None:
             self._root = root
-            self._arena, self._slot, self._serial, self.label = root._arena, root._slot, root._serial, root.label
+            self._arena, self._slot, self._serial, self.label = (
+                root._arena,
+                root._slot,
+                root._serial,
+                root.label,
+            )
 
     @classmethod
     def _root_of(
-        cls, arena: Arena, slot: int, serial: int, offset: int, shape: tuple[int, ...], dtype: DType, label: str | None
+        cls,
+        arena: Arena,
+        slot: int,
+        serial: int,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        label: str | None,
     ) -> Region:
         region = cls(None, _index.contiguous(offset, shape, dtype.itemsize), dtype)
         region._root = region
@@ -231,7 +243,8 @@ class Region:
         self._need_contiguous("view")
         if self.nbytes and self.address % new.alignment:
             raise AlignmentError(
-                f"address {self.address:#x} is no multiple of {new.alignment}, which {new} needs", align=new.alignment
+                f"address {self.address:#x} is no multiple of {new.alignment}, which {new} needs",
+                align=new.alignment,
             )
         return Region(self._root, _index.contiguous(self.offset, shape, new.itemsize), new)
 

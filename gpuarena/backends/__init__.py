@@ -80,7 +80,8 @@ def _adopt_device_dlpack(buffer: Any, kind: int) -> Backend:
     name = next((name for name in ("torch", "cupy") if name in sys.modules), None)
     if name is None:
         raise DeviceMismatchError(
-            f"the buffer lies on a device of DLPack type {kind}; import torch or cupy first to adopt it", kind=kind
+            f"the buffer lies on a device of DLPack type {kind}; import torch or cupy first to adopt it",
+            kind=kind,
         )
     array = sys.modules[name].from_dlpack(buffer)
     adopted: Backend = load(name).adopt(array)

@@ -77,7 +77,9 @@ class CupyBackend:
         """Assign with CuPy's rules for casts and broadcasting; host values are copied to the device first."""
         with cupy.cuda.Device(self._device_id):
             if not isinstance(value, cupy.ndarray):
-                value = cupy.asarray(np.asarray(value, dtype=None if hasattr(value, "dtype") else array.dtype))
+                value = cupy.asarray(
+                    np.asarray(value, dtype=None if hasattr(value, "dtype") else array.dtype)
+                )
             check_broadcast(value.shape, array.shape)
             array[...] = value
 
@@ -89,7 +91,9 @@ class CupyBackend:
         if library == "cupy":
             return self
         if library != "torch":
-            raise DeviceMismatchError(f"NumPy cannot reach memory on {self.device}; use region.array.get() for a copy")
+            raise DeviceMismatchError(
+                f"NumPy cannot reach memory on {self.device}; use region.array.get() for a copy"
+            )
         if library not in self._viewers:
             import torch
 

@@ -33,7 +33,9 @@ class HostBackend:
     def allocate(cls, nbytes: int, *, device: Any = None, alignment: int = 256) -> HostBackend:
         """Allocate uninitialised host memory; the system commits its pages when they are first written."""
         if device is not None and str(device) != "cpu":
-            raise DeviceMismatchError(f"the host backend has no device {device!r}; use backend='torch' or 'cupy'")
+            raise DeviceMismatchError(
+                f"the host backend has no device {device!r}; use backend='torch' or 'cupy'"
+            )
         try:
             raw = np.empty(nbytes + alignment - 1, np.uint8)
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address has bits for

@@ -78,7 +78,9 @@ class TorchBackend:
             # the CPU allocator has no exception type of its own; a missing device raises these two as well
             if "allocate" in str(error) or "Storage size" in str(error):
                 raise out_of_memory(nbytes, str(where), error) from error
-            raise DeviceMismatchError(f"torch cannot use device {str(where)!r}: {error}", device=str(where)) from error
+            raise DeviceMismatchError(
+                f"torch cannot use device {str(where)!r}: {error}", device=str(where)
+            ) from error
         start = align_up(raw.data_ptr(), alignment) - raw.data_ptr()
         return cls(raw[start : start + nbytes])
 
@@ -153,7 +155,9 @@ class TorchBackend:
         if 0 in shape:
             offset, strides = -self._start, tuple(max(stride, 0) for stride in strides)
         elif any(stride < 0 for stride in strides):
-            raise StrideError("torch has no views with negative strides; use torch.flip(region.array, dims) for a copy")
+            raise StrideError(
+                "torch has no views with negative strides; use torch.flip(region.array, dims) for a copy"
+            )
         element = self._element(offset, dtype)
         with _normal_mode():
             typed = root if root.dtype == dtype.torch else _recast(root, dtype)
@@ -170,7 +174,9 @@ class TorchBackend:
                 array.copy_(source.detach())
             except (RuntimeError, NotImplementedError) as error:
                 if source.dtype != array.dtype:
-                    raise DTypeError(f"torch cannot write {source.dtype} into {array.dtype}: {error}") from error
+                    raise DTypeError(
+                        f"torch cannot write {source.dtype} into {array.dtype}: {error}"
+                    ) from error
                 # types without kernels (uint4, bits8) still have bytes
                 _as_bytes(array).copy_(_as_bytes(source.expand(array.shape).contiguous()))
 

@@ -77,7 +77,9 @@ class TorchOps:
         if not isinstance(array, self._tensor):
             raise ArgumentTypeError(f"{what} must be a torch.Tensor, not {type(array).__name__}")
         if array.device != self._device:
-            raise DeviceMismatchError(f"{what} are on {array.device}, the cache is on {self._device}; move one of them")
+            raise DeviceMismatchError(
+                f"{what} are on {array.device}, the cache is on {self._device}; move one of them"
+            )
         if array.requires_grad and self._torch.is_grad_enabled():
             raise AutogradError(
                 f"{what} require grad: a cache that is written in place cannot be differentiated through; "
@@ -113,16 +115,18 @@ class TorchOps:
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ArgumentTypeError(f"rows must be row numbers: {error}") from error
         if rows.ndim != 1 or rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
-            raise ArgumentTypeError(f"rows must be a 1-D list of integers, not {rows.dtype}{list(rows.shape)}")
+            raise ArgumentTypeError(
+                f"rows must be a 1-D list of integers, not {rows.dtype}{list(rows.shape)}"
+            )
         # Looking at numbers on a GPU would wait for it; there index_select itself refuses bad ones.
-        if rows.device.type == "cpu" and len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < n_rows):
+        # A list, because min() allocates its result, and does not know every unsigned type.
+        if rows.device.type == "cpu" and not all(0 <= row < n_rows for row in rows.tolist()):
             raise ShapeError(f"rows {rows.tolist()}: the cache holds rows 0 to {n_rows - 1}")
         return rows.to(self._device, torch.int64), len(rows)
 
     def gather_rows(self, source: Any, rows: Any, scratch: Any, target: Any) -> None:
-        shape = target.shape
-        flat = scratch.view(target.dtype)
-        staged = flat.narrow(0, 0, target.numel()).view(shape)
+        nbytes = target.numel() * target.element_size()
+        staged = scratch.narrow(0, 0, nbytes).view(target.dtype).view(target.shape)
         self._torch.index_select(source, 0, rows, out=staged)
         target.copy_(staged)
 
@@ -133,7 +137,7 @@ class NumpyOps:
     def __init__(self, arena: Any, max_tokens: int) -> None:
         self._is_host = arena.backend == "host"
         if self._is_host:
-            self._array: type = np.ndarray
+            self._array: Any = np.ndarray
         else:
             import cupy
 
@@ -165,15 +169,20 @@ class NumpyOps:
         return buffer[:n_rows]
 
     def row_index(self, rows: Any, n_rows: int) -> tuple[Any, int]:
-        index = np.asarray(rows.get() if hasattr(rows, "get") else rows)
+        try:
+            index = np.asarray(rows.get() if hasattr(rows, "get") else rows)
+        except ValueError as error:  # lists of different lengths
+            raise ArgumentTypeError(f"rows must be row numbers: {error}") from error
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
-            raise ArgumentTypeError(f"rows must be a 1-D list of integers, not {index.dtype}{list(index.shape)}")
-        if index.size and not (0 <= index.min() and index.max() < n_rows):
+            raise ArgumentTypeError(
+                f"rows must be a 1-D list of integers, not {index.dtype}{list(index.shape)}"
+            )
+        if index.size and (index.min() < 0 or index.max() >= n_rows):
             raise ShapeError(f"rows {index.tolist()}: the cache holds rows 0 to {n_rows - 1}")
         return index.astype(np.int64), len(index)
 
     def gather_rows(self, source: Any, rows: Any, scratch: Any, target: Any) -> None:
-        staged = scratch.view(target.dtype)[: target.size].reshape(target.shape)
+        staged = scratch[: target.nbytes].view(target.dtype).reshape(target.shape)
         for position, row in enumerate(rows):
             staged[position] = source[int(row)]
         target[...] = staged
@@ -182,5 +191,3 @@ class NumpyOps:
 def ops_for(arena: Any, max_tokens: int) -> Ops:
     """Return the operations for an arena's backend."""
     return TorchOps(arena, max_tokens) if arena.backend == "torch" else NumpyOps(arena, max_tokens)
-
-

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from gpuarena._bump import align_up
+from gpuarena._bump import place
 from gpuarena.arena import Arena
 from gpuarena.errors import (
     ArgumentError,
@@ -18,7 +19,7 @@ from gpuarena.errors import (
     refuse_copy,
 )
 from gpuarena.kv._ops import Ops, ops_for
-from gpuarena.kv.spec import KVSpec, LayerSpec, positive
+from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec, positive
 
 __all__ = ["KVCache", "KVCheckpoint", "KVLayer", "KVScope", "KVStats", "LayerGroup"]
 
@@ -29,7 +30,18 @@ class KVLayer:
     `length` tokens of the first `group.rows` rows are filled. Made by `LayerGroup.add`.
     """
 
-    __slots__ = ("_group", "_k", "_ops", "_v", "_wanted", "index", "key_region", "length", "spec", "value_region")
+    __slots__ = (
+        "_group",
+        "_k",
+        "_ops",
+        "_v",
+        "_wanted",
+        "index",
+        "key_region",
+        "length",
+        "spec",
+        "value_region",
+    )
 
     def __init__(self, group: LayerGroup, index: int, arena: Arena, spec: LayerSpec, ops: Ops) -> None:
         shape = (group.batch, spec.kv_heads, group.max_tokens)
@@ -41,7 +53,9 @@ class KVLayer:
         start = arena.checkpoint()
         try:
             self.key_region = arena.alloc((*shape, spec.key_dim), spec.dtype, label=f"layer{index}.keys")
-            self.value_region = arena.alloc((*shape, spec.value_dim), spec.value_dtype, label=f"layer{index}.values")
+            self.value_region = arena.alloc(
+                (*shape, spec.value_dim), spec.value_dtype, label=f"layer{index}.values"
+            )
         except BaseException:
             arena.rollback(start)
             raise
@@ -49,6 +63,9 @@ class KVLayer:
         self._v: Any = None
         self._wanted = (ops.dtype(spec.dtype), ops.dtype(spec.value_dtype))
         self._bind(group.rows)
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
 
     def _bind(self, n_rows: int | None) -> None:
         """Look at the first `n_rows` rows of the buffers."""
@@ -271,6 +288,9 @@ class LayerGroup:
         self._ops: dict[str, Ops] = {}
         self._scratch: dict[str, Any] = {}  # device -> region of bytes
 
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
     def add(self, arena: Arena, spec: LayerSpec, *, index: int | None = None) -> KVLayer:
         """Allocate one more layer and, for more than one row, the scratch that reordering it needs.
 
@@ -282,25 +302,37 @@ class LayerGroup:
             ops = self._ops[arena.device] = ops_for(arena, self.max_tokens)
         layer = KVLayer(self, len(self.layers) if index is None else index, arena, spec, ops)
         try:
-            self._reserve_scratch(arena, max(layer.key_region.nbytes, layer.value_region.nbytes))
+            self.reserve_scratch(arena, max(layer.key_region.nbytes, layer.value_region.nbytes))
         except BaseException:
             arena.rollback(start)
             raise
         self.layers.append(layer)
         return layer
 
-    def nbytes_to_add(self, spec: LayerSpec, device: str) -> int:
-        """Return the bytes that `add` would take of an arena on `device`, alignment included."""
-        sizes: tuple[int, ...] = spec.region_nbytes(self.batch, self.max_tokens)
-        held = self._scratch.get(device)
-        if self.batch > 1 and (held is None or held.nbytes < max(sizes)):
-            sizes = (*sizes, max(sizes))
-        return sum(align_up(nbytes, 256) for nbytes in sizes)  # an arena's default alignment
+    def top_after(self, arena: Arena, specs: Iterable[LayerSpec]) -> int:
+        """Return where the bump pointer of `arena` would stand, in bytes, after an `add` of each of `specs`.
 
-    def _reserve_scratch(self, arena: Arena, nbytes: int) -> None:
+        They fit if that is at most the capacity of the arena.
+        """
+        top = arena.stats.top
+        held = self._scratch.get(arena.device)
+        scratch_nbytes = 0 if held is None else held.nbytes
+        for spec in specs:
+            sizes = spec.region_nbytes(self.batch, self.max_tokens)
+            for nbytes, dtype in zip(sizes, (spec.dtype, spec.value_dtype), strict=True):
+                top = place(top, nbytes, max(arena.alignment, dtype.alignment), arena.address) + nbytes
+            if self.batch > 1 and scratch_nbytes < max(sizes):
+                scratch_nbytes = max(sizes)
+                align = max(arena.alignment, SCRATCH_ALIGNMENT)
+                top = place(top, scratch_nbytes, align, arena.address) + scratch_nbytes
+        return top
+
+    def reserve_scratch(self, arena: Arena, nbytes: int) -> None:
+        """Allocate what moving rows of regions of `nbytes` needs, unless that is there or there is one row."""
         held = self._scratch.get(arena.device)
         if self.batch > 1 and (held is None or held.nbytes < nbytes):
-            self._scratch[arena.device] = arena.alloc(nbytes, "uint8", label="scratch")
+            align = max(arena.alignment, SCRATCH_ALIGNMENT)
+            self._scratch[arena.device] = arena.alloc(nbytes, "uint8", align=align, label="scratch")
 
     # -- lengths ------------------------------------------------------------------------------------------------
 
@@ -354,6 +386,12 @@ class LayerGroup:
             raise CheckpointError(
                 f"the checkpoint at {checkpoint.n_tokens} tokens is dead: the cache was truncated below it, "
                 f"or its rows changed places, and those tokens are gone"
+            )
+        short = next((layer for layer in self.layers if layer.length < checkpoint.n_tokens), None)
+        if short is not None:  # added since: an adapter adds a layer in the first step that reaches it
+            raise CheckpointError(
+                f"layer {short.index} holds {short.length} tokens, the checkpoint is at {checkpoint.n_tokens}, "
+                f"from before that layer was added; truncate({self.length}) or reset() instead"
             )
         self._cut(checkpoint.n_tokens)
         self._set_rows(checkpoint.n_rows)
@@ -539,11 +577,14 @@ class KVCache(LayerGroup):
             arena.rollback(start)
             raise
 
-    def _reserve_scratch(self, arena: Arena, nbytes: int) -> None:
+    def reserve_scratch(self, arena: Arena, nbytes: int) -> None:
+        """Allocate the scratch of all layers with the last one."""
         # One region for all layers, at the end, where arena_nbytes counts it.
         if len(self.layers) == len(self.spec.layers) - 1:
             layers = self.spec.layers
-            super()._reserve_scratch(arena, max(max(s.region_nbytes(self.batch, self.max_tokens)) for s in layers))
+            super().reserve_scratch(
+                arena, max(max(s.region_nbytes(self.batch, self.max_tokens)) for s in layers)
+            )
 
     def append(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
         """Write new tokens of one layer and return views of what a query may see; see `KVLayer.append`."""

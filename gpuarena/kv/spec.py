@@ -12,6 +12,9 @@ from gpuarena.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["KVSpec", "LayerSpec"]
 
+#: Alignment of the scratch, in bytes: of the widest element type (complex128), since rows of any type pass through.
+SCRATCH_ALIGNMENT = 16
+
 
 def positive(value: Any, what: str, *, least: int = 1) -> int:
     """Return `value` as an int of at least `least`, or raise `ArgumentTypeError` or `ArgumentError`."""
@@ -61,7 +64,9 @@ class LayerSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token of one sequence, keys and values."""
-        return self.kv_heads * (self.key_dim * self.dtype.itemsize + self.value_dim * self.value_dtype.itemsize)
+        return self.kv_heads * (
+            self.key_dim * self.dtype.itemsize + self.value_dim * self.value_dtype.itemsize
+        )
 
     def region_nbytes(self, batch: int, tokens: int) -> tuple[int, int]:
         """Return the bytes of the key region and of the value region."""
@@ -91,7 +96,9 @@ class KVSpec:
                 raise ArgumentTypeError(f"a KVSpec is made of LayerSpec, not {type(layer).__name__}")
 
     @classmethod
-    def uniform(cls, *, layers: int, kv_heads: int, head_dim: int, dtype: Any, window: int | None = None) -> KVSpec:
+    def uniform(
+        cls, *, layers: int, kv_heads: int, head_dim: int, dtype: Any, window: int | None = None
+    ) -> KVSpec:
         """Return the spec of a model whose layers are all alike, `head_dim` wide in keys and values."""
         layer = LayerSpec(kv_heads, head_dim, head_dim, as_dtype(dtype), window)
         return cls((layer,) * positive(layers, "layers"))
@@ -106,15 +113,26 @@ class KVSpec:
         return self.bytes_per_token * positive(batch, "batch") * positive(tokens, "tokens", least=0)
 
     def arena_nbytes(self, batch: int, tokens: int, *, alignment: int = 256) -> int:
-        """Return the bytes that `KVCache` takes of an arena: `nbytes`, its scratch and the alignment of each.
+        """Return the bytes that `KVCache` takes of a new arena: `nbytes`, its scratch and what aligns each.
 
         A single sequence needs no scratch, since it has no rows to reorder.
+
+        Parameters
+        ----------
+        batch, tokens : int
+        alignment : int
+            That of the arena.
         """
         batch, tokens = positive(batch, "batch"), positive(tokens, "tokens", least=0)
-        sizes = [nbytes for layer in self.layers for nbytes in layer.region_nbytes(batch, tokens)]
+        top = largest = 0
+        for layer in self.layers:
+            sizes = layer.region_nbytes(batch, tokens)
+            for nbytes, dtype in zip(sizes, (layer.dtype, layer.value_dtype), strict=True):
+                top = _bump.place(top, nbytes, max(alignment, dtype.alignment), base=0) + nbytes
+            largest = max(largest, *sizes)
         if batch > 1:
-            sizes.append(max(sizes))
-        return sum(_bump.align_up(nbytes, alignment) for nbytes in sizes)
+            top = _bump.place(top, largest, max(alignment, SCRATCH_ALIGNMENT), base=0) + largest
+        return top
 
     def max_tokens(self, nbytes: int | str, batch: int = 1, *, alignment: int = 256) -> int:
         """Return the most tokens a sequence can have when `batch` of them share `nbytes` of an arena; 0 if none."""

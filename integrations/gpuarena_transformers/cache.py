@@ -91,7 +91,9 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if max_context_length is None:
             max_context_length = None if config is None else model_max_length(config)
             if max_context_length is None:
-                raise ArgumentError("max_context_length: the config declares no maximum; give the capacity in tokens")
+                raise ArgumentError(
+                    "max_context_length: the config declares no maximum; give the capacity in tokens"
+                )
         if arena is not None and arena.backend != "torch":
             raise ArgumentTypeError(f"arena must be a torch arena, not one of backend {arena.backend!r}")
         self.config = config
@@ -123,7 +125,9 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
             elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**options))
             else:
-                raise ArgumentError(f"layer {index} is of type {layer_type!r}, which this transformers does not cache")
+                raise ArgumentError(
+                    f"layer {index} is of type {layer_type!r}, which this transformers does not cache"
+                )
         return layers
 
     @classmethod
@@ -157,19 +161,24 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for spec, device in measured.values():
             by_device.setdefault(device, []).append(spec)
         specs = {device: KVSpec(layers) for device, layers in by_device.items()}
-        if max_context_length == "auto":
+        if isinstance(max_context_length, str):
+            if max_context_length != "auto":
+                raise ArgumentError(f'max_context_length is a number of tokens or "auto", not {max_context_length!r}')
             if not 0 < memory_fraction <= 1:
                 raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
-            fitting = [
-                spec.max_tokens(max(1, int(free_nbytes(device) * memory_fraction)), max_batch_size)
-                for device, spec in specs.items()
+            lengths = [
+                kv.max_tokens(max(1, int(free_nbytes(device) * memory_fraction)), max_batch_size)
+                for device, kv in specs.items()
             ]
-            max_context_length = min([length for length in (model_max_length(model.config),) if length] + fitting)
-            if max_context_length < 1:
+            longest = model_max_length(model.config)
+            n_tokens = min(lengths if longest is None else [*lengths, longest])
+            if n_tokens < 1:
                 raise ArgumentError("there is no memory free for even one token; give max_context_length")
-        cache = cls(model.config, max_batch_size, max_context_length)
-        for device, spec in specs.items():
-            cache._new_arena(spec.arena_nbytes(max_batch_size, cache.max_context_length), device)
+        else:
+            n_tokens = max_context_length
+        cache = cls(model.config, max_batch_size, n_tokens)
+        for device, kv in specs.items():
+            cache._new_arena(kv.arena_nbytes(max_batch_size, cache.max_context_length), device)
         return cache
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -227,7 +236,9 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def _arena_for_rest(self, index: int, spec: LayerSpec, device: torch.device, *, is_first: bool) -> Arena:
         if self._given_arena is not None and is_first:
-            raise DeviceMismatchError(f"the model is on {device}, the arena given on {self._given_arena.device}")
+            raise DeviceMismatchError(
+                f"the model is on {device}, the arena given on {self._given_arena.device}"
+            )
         if not is_first and self.config is not None and not self._warned:
             self._warned = True
             warnings.warn(

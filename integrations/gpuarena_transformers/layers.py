@@ -149,13 +149,17 @@ def removed(tokens_to_remove: int) -> int:
     """Return how many tokens a `crop` argument removes: it is negative or 0, and a tensor in transformers 5.17."""
     count = int(tokens_to_remove)
     if count > 0:
-        raise ArgumentError(f"crop({count}): give minus the number of tokens to remove, or use cache.truncate({count})")
+        raise ArgumentError(
+            f"crop({count}): give minus the number of tokens to remove, or use cache.truncate({count})"
+        )
     return -count
 
 
 def _refuse(value: Any) -> None:
     if value is not None:
-        raise AttributeError("the keys and values of an ArenaLayer are views of its arena and cannot be replaced")
+        raise AttributeError(
+            "the keys and values of an ArenaLayer are views of its arena and cannot be replaced"
+        )
 
 
 def _whole_cache(method: str) -> ArgumentError:

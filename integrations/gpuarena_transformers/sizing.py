@@ -59,7 +59,9 @@ def measure_layers(model: Any) -> dict[int, tuple[LayerSpec, torch.device]]:
         )
         found[index] = (spec, keys.device)
     if not found:
-        raise ArgumentError(f"{type(model).__name__} caches no keys and values; there is nothing for an arena to hold")
+        raise ArgumentError(
+            f"{type(model).__name__} caches no keys and values; there is nothing for an arena to hold"
+        )
     return found
 
 
@@ -85,7 +87,7 @@ def free_nbytes(device: torch.device) -> int:
         except (AttributeError, ValueError, OSError):
             pass  # not a POSIX system
     else:
-        module = getattr(torch, device.type, None)
+        module: Any = getattr(torch, device.type, None)
         if hasattr(module, "mem_get_info"):
             return int(module.mem_get_info(device)[0])
     raise ArgumentError(f"free memory on {device} is unknown; give max_context_length as a number of tokens")

@@ -1,0 +1,229 @@
+"""The command line: ``gpuarena demo`` and ``gpuarena bench``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:  # pragma: no cover - the message is for an installation without the extra
+    raise SystemExit(
+        f"the gpuarena command needs its extra: pip install 'gpuarena[cli]' ({error})"
+    ) from error
+
+import gpuarena
+from gpuarena._units import format_nbytes
+from gpuarena.errors import ArenaError
+
+if TYPE_CHECKING:
+    from gpuarena.demo.run import Column, Report
+
+app = typer.Typer(
+    help="One device buffer, a bump pointer, exact rollback; and KV caches on it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Run the command line; errors of this package end it with their message and status 1."""
+    from gpuarena.demo.weights import WeightsError
+
+    try:
+        app()
+    except (ArenaError, WeightsError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, markup=True)
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpuarena {gpuarena.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    question: Annotated[str, typer.Argument(help="What to ask first.")] = "What is the capital of France?",
+    model: Annotated[
+        str | None, typer.Option(help="Folder, .gguf file or hub id; 'random' for a tiny random model.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Default: the GPU if there is one, otherwise the CPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer, at most.")] = 48,
+    context: Annotated[int | None, typer.Option(min=1, help="Capacity of the caches, in tokens.")] = None,
+) -> None:
+    """Let a real language model answer through the arena, next to the caches that transformers ships."""
+    from gpuarena.demo import run as demo_run
+    from gpuarena.demo.weights import load_model
+
+    console = Console()
+    where = device or _default_device()
+    loaded = load_model(model, device=where, dtype=dtype, console=console)
+    console.print(f"[dim]{loaded.name} on {where} in {dtype}, loaded in {loaded.load_seconds:.1f} s[/dim]")
+    report = demo_run.run(
+        loaded,
+        question,
+        max_new_tokens=max_new_tokens,
+        context=context,
+        say=lambda text: console.print(f"[bold cyan]>[/bold cyan] {text}", highlight=False),
+        streamer=_streamer(loaded.tokenizer, console),
+    )
+    console.print(_demo_table(report))
+    for line in _demo_notes(report):
+        console.print(line, highlight=False)
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _streamer(tokenizer: Any, console: Console) -> Any:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is untyped
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            console.print(text, end="\n" if stream_end else "", markup=False, highlight=False)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _demo_table(report: Report) -> Table:
+    arena, dynamic, static = report.columns
+    table = Table(title=f"{report.model}, {report.device}, {report.dtype}, capacity {report.context} tokens")
+    table.add_column("")
+    for column in report.columns:
+        table.add_column(f"{column.name}\n{column.attention} attention", justify="right")
+
+    def row(title: str, cells: list[str]) -> None:
+        table.add_row(title, *cells)
+
+    def speed(at: str) -> list[str]:
+        ours = getattr(arena, at)
+        return [
+            f"{getattr(column, at):.1f}"
+            + ("" if column is arena else f"  (x{ours / getattr(column, at):.2f} for us)")
+            for column in report.columns
+        ]
+
+    row(f"tokens/s, {report.n_short} tokens held", speed("short_tokens_per_s"))
+    row(f"tokens/s, {report.n_long} tokens held", speed("long_tokens_per_s"))
+    row(
+        f"second answer over {report.n_prefix} shared tokens,\nseconds to its first token",
+        [
+            f"{arena.first_token_s:.3f} (rollback)",
+            f"{dynamic.first_token_s:.3f} (read again)\n{report.deepcopy_first_token_s:.3f} (deepcopy)",
+            f"{static.first_token_s:.3f} (read again)",
+        ],
+    )
+    row("keys and values: bytes reserved", [_megabytes(c.reserved_nbytes) for c in report.columns])
+    row("  used", [_megabytes(c.used_nbytes) if c is not static else "all, masked" for c in report.columns])
+    row("  peak during a step", [_megabytes(c.peak_nbytes) for c in report.columns])
+    row(
+        "allocated by the cache, bytes a token", [f"{c.allocated_nbytes_per_token:,}" for c in report.columns]
+    )
+    row("logits, largest difference", [_difference(c, dynamic) for c in report.columns])
+    return table
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB"
+
+
+def _difference(column: Column, reference: Column) -> str:
+    if column is reference:
+        return "reference"
+    diverging = "" if column.diverging_token is None else f", other token at step {column.diverging_token}"
+    return f"{column.logits_difference:.1e}{diverging}"
+
+
+def _demo_notes(report: Report) -> list[str]:
+    arena, dynamic, _ = report.columns
+    return [
+        f"A token takes {format_nbytes(report.bytes_per_token)} of cache; the high-water mark was "
+        f"{report.high_water_tokens} of {report.context} tokens.",
+        f"Going back to the shared text took {report.rollback_s * 1e6:.0f} us by rollback and "
+        f"{report.deepcopy_s * 1e3:.1f} ms by deepcopy.",
+        f"With the same attention DynamicCache makes {report.dynamic_same_attention_tokens_per_s:.1f} tokens/s at "
+        f"{report.n_long} tokens, and ArenaCache {arena.long_tokens_per_s:.1f}: the rest of the distance to "
+        f"{dynamic.long_tokens_per_s:.1f} is the attention's.",
+    ]
+
+
+@bench_app.command("decode")
+def bench_decode(
+    device: Annotated[
+        str | None, typer.Option(help="Default: the GPU if there is one, otherwise the CPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    lengths: Annotated[str, typer.Option(help="Tokens held, separated by commas.")] = "512,4096,16384",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")] = 9,
+    quick: Annotated[
+        bool, typer.Option(help="A tiny model and short contexts, to see that it runs.")
+    ] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Time one decoding step with each cache and attention, at several context lengths."""
+    from gpuarena.bench import decode
+
+    console = Console()
+    try:
+        parsed = [int(length) for length in lengths.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{lengths!r} is no list of integers", param_hint="--lengths") from None
+    result = decode.run(
+        device=device,
+        dtype=dtype,
+        lengths=[32, 64] if quick else parsed,
+        layers=layers,
+        rounds=min(rounds, 3) if quick else rounds,
+        tiny=quick,
+        on_length=lambda one: console.print(_decode_table(one, dtype)),
+    )
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        console.print(f"written to {json_path}", highlight=False)
+
+
+def _decode_table(result: dict[str, Any], dtype: str) -> Table:
+    table = Table(title=f"one decoding step, {result['n_tokens']} tokens held, {dtype}")
+    table.add_column("cache + attention")
+    for title in ("ms, median", "quartiles", "times ours", "logits off by (std)"):
+        table.add_column(title, justify="right")
+    for name, figures in result["variants"].items():
+        low, high = figures["quartiles_s"]
+        table.add_row(
+            name,
+            f"{figures['median_s'] * 1e3:.2f}",
+            f"{low * 1e3:.2f} - {high * 1e3:.2f}",
+            f"{figures['ratio_to_ours']:.2f}",
+            f"{result['logits_difference'][name]:.1e}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What the library's own tests are made of, for authors of backends and of code on top of an arena.
+
+`run_arena_machine` drives an arena on any backend through random calls and compares it, after each one, with a
+model in plain Python; `run_lockstep` gives several arenas the same calls and compares them with each other;
+`FakeDevice` is a backend that counts its buffers. Needs ``hypothesis``.
+
+    def test_my_backend_keeps_the_rules():
+        run_arena_machine(MyBackend.allocate)
+"""
+
+from gpuarena.testing.fake import FakeBackend, FakeDevice
+from gpuarena.testing.machine import ArenaMachine, Driver, run_arena_machine, run_lockstep, to_numpy
+from gpuarena.testing.strategies import (
+    alignments,
+    indices,
+    negative_shapes,
+    overflowing_shapes,
+    programs,
+    shapes,
+    wrong_alignments,
+    wrong_dtypes,
+    wrong_shapes,
+)
+
+__all__ = [
+    "ArenaMachine",
+    "Driver",
+    "FakeBackend",
+    "FakeDevice",
+    "alignments",
+    "indices",
+    "negative_shapes",
+    "overflowing_shapes",
+    "programs",
+    "run_arena_machine",
+    "run_lockstep",
+    "shapes",
+    "to_numpy",
+    "wrong_alignments",
+    "wrong_dtypes",
+    "wrong_shapes",
+]

@@ -1,0 +1,47 @@
+"""The decode benchmark, on a very small model: that it runs, checks itself, and says what it found."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from gpuarena.bench import decode  # noqa: E402
+from gpuarena.errors import ArgumentError  # noqa: E402
+
+
+def test_every_variant_is_timed_at_every_length():
+    seen = []
+    result = decode.run(
+        device="cpu", dtype="float32", lengths=[5, 9], layers=2, rounds=2, tiny=True, on_length=seen.append
+    )
+    json.dumps(result)
+    assert result["results"] == seen
+    assert [one["n_tokens"] for one in seen] == [5, 9]
+    for one in seen:
+        assert set(one["variants"]) == set(decode.VARIANTS)
+        assert all(len(v["samples"]) == 2 and v["median_s"] > 0 for v in one["variants"].values())
+        assert one["variants"][decode.OURS]["ratio_to_ours"] == 1.0
+        assert max(one["logits_difference"].values()) < 1e-3
+
+
+def test_caches_that_disagree_are_not_timed(monkeypatch):
+    from gpuarena_transformers import ArenaCache
+
+    update = ArenaCache.update
+
+    def wrong(self, keys, values, *args, **kwargs):
+        return update(self, keys, values + 0.5, *args, **kwargs)
+
+    monkeypatch.setattr(ArenaCache, "update", wrong)
+    with pytest.raises(decode.DisagreementError, match="ArenaCache"):
+        decode.run(device="cpu", dtype="float32", lengths=[5], layers=2, rounds=1, tiny=True)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"dtype": "int8"}, {"rounds": 0}, {"layers": 0}, {"lengths": []}, {"lengths": [0]}], ids=str
+)
+def test_bad_arguments_are_refused_before_a_model_is_built(bad):
+    with pytest.raises(ArgumentError):
+        decode.run(**{"device": "cpu", "tiny": True, **bad})

@@ -1,0 +1,31 @@
+"""Profiles of Hypothesis, chosen by HYPOTHESIS_PROFILE: dev, ci (the default where CI is set) or nightly."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_slow_machine = [HealthCheck.too_slow, HealthCheck.filter_too_much]  # shared runners stall for seconds
+settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_slow_machine)
+settings.register_profile(
+    "ci",
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,  # the same examples each time, so that a failure is a change in the code
+    database=None,
+    print_blob=True,
+    suppress_health_check=_slow_machine,
+)
+settings.register_profile("nightly", max_examples=2000, stateful_step_count=100, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_configure() -> None:
+    """Keep torch to one thread: the arrays here are small."""
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.set_num_threads(1)

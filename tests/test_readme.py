@@ -1,0 +1,51 @@
+"""The README: its code runs and prints what it says, and its set-up commands are the ones that CI uses."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+HUB_NAME = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A folder with a tiny random model, which stands in for the name on the hub."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_code_runs_and_prints_what_its_comments_say(number, small_model):
+    code = BLOCKS[number]
+    expected = [line.split("# ")[-1].strip() for line in code.splitlines() if re.match(r"\s*print\(.*\)  # ", line)]
+    assert expected, "a block that prints nothing shows nothing"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code.replace(HUB_NAME, repr(str(small_model))), f"README block {number}", "exec"), {})
+    assert printed.getvalue().splitlines() == expected
+
+
+def test_there_are_three_examples():
+    assert len(BLOCKS) == 3
+
+
+def test_the_set_up_commands_are_exactly_two():
+    commands = re.findall(r"```sh\n(.*?)\n```", README.read_text(encoding="utf-8"), re.S)
+    assert commands == ['pip install ".[demo]" && gpuarena demo', 'pip install -e ".[test]" && python -m pytest']

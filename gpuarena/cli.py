@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 except ImportError as error:  # pragma: no cover - the message is for an installation without the extra
@@ -18,7 +19,7 @@ except ImportError as error:  # pragma: no cover - the message is for an install
 
 import gpuarena
 from gpuarena._units import format_nbytes
-from gpuarena.errors import ArenaError
+from gpuarena.errors import ArenaError, DeviceMismatchError
 
 if TYPE_CHECKING:
     from gpuarena.demo.run import Column, Report
@@ -40,7 +41,9 @@ def main() -> None:
     try:
         app()
     except (ArenaError, WeightsError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, markup=True)
+        console = Console(stderr=True)
+        console.print("error: ", style="red", end="")
+        console.print(str(error), markup=False, highlight=False)  # a message may hold brackets
         sys.exit(1)
 
 
@@ -78,7 +81,7 @@ def demo(
     from gpuarena.demo.weights import load_model
 
     console = Console()
-    where = device or _default_device()
+    where = _usable_device(device)
     loaded = load_model(model, device=where, dtype=dtype, console=console)
     console.print(f"[dim]{loaded.name} on {where} in {dtype}, loaded in {loaded.load_seconds:.1f} s[/dim]")
     report = demo_run.run(
@@ -94,10 +97,18 @@ def demo(
         console.print(line, highlight=False)
 
 
-def _default_device() -> str:
+def _usable_device(device: str | None) -> str:
+    """Return the device asked for, or the GPU if there is one; raise if torch cannot use it."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch has no type of its own for this
+        first_line = str(error).splitlines()[0]
+        raise DeviceMismatchError(f"torch cannot use device {device!r}: {first_line}", device=device) from error
+    return device
 
 
 def _streamer(tokenizer: Any, console: Console) -> Any:
@@ -112,50 +123,48 @@ def _streamer(tokenizer: Any, console: Console) -> Any:
 
 def _demo_table(report: Report) -> Table:
     arena, dynamic, static = report.columns
-    table = Table(title=f"{report.model}, {report.device}, {report.dtype}, capacity {report.context} tokens")
-    table.add_column("")
+    table = Table(
+        title=f"{report.model}, {report.device}, {report.dtype}, capacity {report.context} tokens",
+        caption=f"attention: {arena.attention} in ArenaCache, {dynamic.attention} in the others; "
+        f"gain of ArenaCache over DynamicCache / StaticCache, side by side in this run",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("", no_wrap=True)
     for column in report.columns:
-        table.add_column(f"{column.name}\n{column.attention} attention", justify="right")
+        table.add_column(column.name, justify="right", no_wrap=True)
+    table.add_column("gain", justify="right", no_wrap=True)
 
-    def row(title: str, cells: list[str]) -> None:
-        table.add_row(title, *cells)
-
-    def speed(at: str) -> list[str]:
-        ours = getattr(arena, at)
-        return [
-            f"{getattr(column, at):.1f}"
-            + ("" if column is arena else f"  (x{ours / getattr(column, at):.2f} for us)")
-            for column in report.columns
-        ]
-
-    row(f"tokens/s, {report.n_short} tokens held", speed("short_tokens_per_s"))
-    row(f"tokens/s, {report.n_long} tokens held", speed("long_tokens_per_s"))
-    row(
-        f"second answer over {report.n_prefix} shared tokens,\nseconds to its first token",
-        [
-            f"{arena.first_token_s:.3f} (rollback)",
-            f"{dynamic.first_token_s:.3f} (read again)\n{report.deepcopy_first_token_s:.3f} (deepcopy)",
-            f"{static.first_token_s:.3f} (read again)",
-        ],
+    for n_tokens, at in ((report.n_short, "short_tokens_per_s"), (report.n_long, "long_tokens_per_s")):
+        speeds = [getattr(column, at) for column in report.columns]
+        gains = " / ".join(f"{speeds[0] / speed:.2f}x" for speed in speeds[1:])
+        table.add_row(f"tokens/s at {n_tokens} held", *(f"{speed:.1f}" for speed in speeds), gains)
+    firsts = [column.first_token_s for column in report.columns]
+    table.add_row("next answer's token, s", "rollback", "read again", "read again")
+    table.add_row(
+        f"  {report.n_prefix} tokens shared",
+        *(f"{first:.3f}" for first in firsts),
+        " / ".join(f"{first / firsts[0]:.1f}x" for first in firsts[1:]),
     )
-    row("keys and values: bytes reserved", [_megabytes(c.reserved_nbytes) for c in report.columns])
-    row("  used", [_megabytes(c.used_nbytes) if c is not static else "all, masked" for c in report.columns])
-    row("  peak during a step", [_megabytes(c.peak_nbytes) for c in report.columns])
-    row(
-        "allocated by the cache, bytes a token", [f"{c.allocated_nbytes_per_token:,}" for c in report.columns]
-    )
-    row("logits, largest difference", [_difference(c, dynamic) for c in report.columns])
+    deepcopy_s = report.deepcopy_first_token_s
+    table.add_row("  by deepcopy", "", f"{deepcopy_s:.3f}", "", f"{deepcopy_s / firsts[0]:.2f}x")
+    table.add_row("K/V reserved, MB", *(_megabytes(c.reserved_nbytes) for c in report.columns))
+    table.add_row("  in use", *("all, masked" if c is static else _megabytes(c.used_nbytes) for c in report.columns))
+    table.add_row("  peak in a step", *(_megabytes(c.peak_nbytes) for c in report.columns))
+    table.add_row("allocated a token, bytes", *(f"{c.allocated_nbytes_per_token:,}" for c in report.columns))
+    table.add_row("logits differ by", *(_difference(c, dynamic) for c in report.columns))
     return table
 
 
 def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e6:.1f}"
 
 
 def _difference(column: Column, reference: Column) -> str:
     if column is reference:
         return "reference"
-    diverging = "" if column.diverging_token is None else f", other token at step {column.diverging_token}"
+    diverging = "" if column.diverging_token is None else f"\ntoken {column.diverging_token} differs"
     return f"{column.logits_difference:.1e}{diverging}"
 
 
@@ -195,7 +204,7 @@ def bench_decode(
     except ValueError:
         raise typer.BadParameter(f"{lengths!r} is no list of integers", param_hint="--lengths") from None
     result = decode.run(
-        device=device,
+        device=_usable_device(device),
         dtype=dtype,
         lengths=[32, 64] if quick else parsed,
         layers=layers,

@@ -26,7 +26,7 @@ def test_version():
 def test_demo_with_a_random_model_shows_the_mechanics():
     done = gpuarena("demo", "Who are you?", "--model", "random", "--max-new-tokens", "4", "--context", "600")
     assert done.returncode == 0, done.stderr
-    for word in ("Who are you?", "ArenaCache", "DynamicCache", "StaticCache", "allocated by the cache", "rollback"):
+    for word in ("Who are you?", "ArenaCache", "DynamicCache", "StaticCache", "allocated a token, bytes", "rollback"):
         assert word in done.stdout
     assert "Warning" not in done.stderr
     assert "Traceback" not in done.stderr
@@ -61,3 +61,11 @@ def test_bench_decode_refuses_lengths_that_are_no_numbers():
     done = gpuarena("bench", "decode", "--lengths", "many")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_a_device_that_is_not_there_is_one_clear_line():
+    for command in (["demo", "--model", "random"], ["bench", "decode", "--quick"]):
+        done = gpuarena(*command, "--device", "meta:7x")
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert "torch cannot use device 'meta:7x'" in " ".join(done.stderr.split())

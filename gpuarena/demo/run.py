@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from gpuarena.bench.memory import meter_updates
-from gpuarena.demo.text import handbook
+from gpuarena.demo.text import QUESTIONS, handbook
 from gpuarena.errors import ArgumentError
 
 __all__ = ["Column", "Report", "run"]
 
 DEFAULT_QUESTION = "What is the capital of France?"
-SHARED_QUESTIONS = ("What is the name of the cat?", "When does the observatory open?")
-
+#: Asked one after the other over the shared text.
+SHARED_QUESTIONS = tuple(question for question, _ in QUESTIONS[:2])
 #: Steps timed of each cache, at each length; the caches take turns within a step.
 _N_TIMED = 24
 #: Steps whose allocations are counted, apart from the timed ones.
@@ -90,12 +90,15 @@ class _Session:
     def ids(self, question: str, text: str | None = None) -> torch.Tensor:
         """Return the prompt's token ids, ``[1, tokens]``."""
         content = question if text is None else f"{text}\n\nAnswer in one short sentence. {question}"
-        encoded = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        if self.tokenizer.chat_template is None:  # a base model: it goes on with the text
+            encoded = self.tokenizer(content, return_tensors="pt")
+        else:
+            encoded = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
         ids: torch.Tensor = encoded["input_ids"].to(self.device)
         return ids
 

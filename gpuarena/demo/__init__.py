@@ -1,0 +1,1 @@
+"""The demo: a small language model answers through the arena."""

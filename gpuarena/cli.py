@@ -107,7 +107,9 @@ def _usable_device(device: str | None) -> str:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch has no type of its own for this
         first_line = str(error).splitlines()[0]
-        raise DeviceMismatchError(f"torch cannot use device {device!r}: {first_line}", device=device) from error
+        raise DeviceMismatchError(
+            f"torch cannot use device {device!r}: {first_line}", device=device
+        ) from error
     return device
 
 
@@ -150,7 +152,9 @@ def _demo_table(report: Report) -> Table:
     deepcopy_s = report.deepcopy_first_token_s
     table.add_row("  by deepcopy", "", f"{deepcopy_s:.3f}", "", f"{deepcopy_s / firsts[0]:.2f}x")
     table.add_row("K/V reserved, MB", *(_megabytes(c.reserved_nbytes) for c in report.columns))
-    table.add_row("  in use", *("all, masked" if c is static else _megabytes(c.used_nbytes) for c in report.columns))
+    table.add_row(
+        "  in use", *("all, masked" if c is static else _megabytes(c.used_nbytes) for c in report.columns)
+    )
     table.add_row("  peak in a step", *(_megabytes(c.peak_nbytes) for c in report.columns))
     table.add_row("allocated a token, bytes", *(f"{c.allocated_nbytes_per_token:,}" for c in report.columns))
     table.add_row("logits differ by", *(_difference(c, dynamic) for c in report.columns))
@@ -214,14 +218,19 @@ def bench_decode(
     )
     if json_path is not None:
         json_path.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"written to {json_path}", highlight=False)
+        console.print(f"written to {json_path}", highlight=False, soft_wrap=True)
 
 
 def _decode_table(result: dict[str, Any], dtype: str) -> Table:
-    table = Table(title=f"one decoding step, {result['n_tokens']} tokens held, {dtype}")
-    table.add_column("cache + attention")
-    for title in ("ms, median", "quartiles", "times ours", "logits off by (std)"):
-        table.add_column(title, justify="right")
+    table = Table(
+        title=f"one decoding step, {result['n_tokens']} tokens held, {dtype}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("cache, attention", no_wrap=True)
+    for title in ("median, ms", "quartiles, ms", "x ours", "logits off, std"):
+        table.add_column(title, justify="right", no_wrap=True)
     for name, figures in result["variants"].items():
         low, high = figures["quartiles_s"]
         table.add_row(

@@ -26,7 +26,14 @@ def test_version():
 def test_demo_with_a_random_model_shows_the_mechanics():
     done = gpuarena("demo", "Who are you?", "--model", "random", "--max-new-tokens", "4", "--context", "600")
     assert done.returncode == 0, done.stderr
-    for word in ("Who are you?", "ArenaCache", "DynamicCache", "StaticCache", "allocated a token, bytes", "rollback"):
+    for word in (
+        "Who are you?",
+        "ArenaCache",
+        "DynamicCache",
+        "StaticCache",
+        "allocated a token, bytes",
+        "rollback",
+    ):
         assert word in done.stdout
     assert "Warning" not in done.stderr
     assert "Traceback" not in done.stderr
@@ -49,7 +56,9 @@ def test_a_context_that_is_too_small_is_one_clear_line():
 
 def test_bench_decode_writes_what_it_prints(tmp_path):
     path = tmp_path / "out.json"
-    done = gpuarena("bench", "decode", "--quick", "--device", "cpu", "--dtype", "float32", "--json", str(path))
+    done = gpuarena(
+        "bench", "decode", "--quick", "--device", "cpu", "--dtype", "float32", "--json", str(path)
+    )
     assert done.returncode == 0, done.stderr
     assert "ArenaCache + gpuarena" in done.stdout
     result = json.loads(path.read_text())

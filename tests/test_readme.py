@@ -34,7 +34,9 @@ def small_model(tmp_path_factory):
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_code_runs_and_prints_what_its_comments_say(number, small_model):
     code = BLOCKS[number]
-    expected = [line.split("# ")[-1].strip() for line in code.splitlines() if re.match(r"\s*print\(.*\)  # ", line)]
+    expected = [
+        line.split("# ")[-1].strip() for line in code.splitlines() if re.match(r"\s*print\(.*\)  # ", line)
+    ]
     assert expected, "a block that prints nothing shows nothing"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -48,4 +50,7 @@ def test_there_are_three_examples():
 
 def test_the_set_up_commands_are_exactly_two():
     commands = re.findall(r"```sh\n(.*?)\n```", README.read_text(encoding="utf-8"), re.S)
-    assert commands == ['pip install ".[demo]" && gpuarena demo', 'pip install -e ".[test]" && python -m pytest']
+    assert commands == [
+        'pip install ".[demo]" && gpuarena demo',
+        'pip install -e ".[test]" && python -m pytest',
+    ]

@@ -118,9 +118,8 @@ def run(
 
 
 def _build(device: torch.device, dtype: torch.dtype, layers: int, geometry: dict[str, int]) -> _Setup:
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
     import gpuarena_transformers  # registers the attention  # noqa: F401
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(**geometry, num_hidden_layers=layers, tie_word_embeddings=True)
     models: dict[str, Any] = {}
@@ -185,9 +184,8 @@ def _against(time: Timing, times: dict[str, Timing]) -> dict[str, float]:
 
 def _filled(setup: _Setup, length: int, capacity: dict[str, int]) -> dict[str, Any]:
     """Return a cache a variant, each holding the same random keys and values."""
-    from transformers import DynamicCache, StaticCache
-
     from gpuarena_transformers import ArenaCache
+    from transformers import DynamicCache, StaticCache
 
     config = setup.models["sdpa"].config
     caches = {}

@@ -102,6 +102,14 @@ class _Session:
         ids: torch.Tensor = encoded["input_ids"].to(self.device)
         return ids
 
+    def stock(self, name: str) -> Any:
+        """Return an empty cache of transformers' own."""
+        import transformers
+
+        if name == "StaticCache":
+            return transformers.StaticCache(config=self.model.config, max_cache_len=self.context)
+        return transformers.DynamicCache(config=self.model.config)
+
     def use(self, attention: str) -> None:
         """Switch the attention of the model."""
         if self.model.config._attn_implementation != attention:
@@ -172,17 +180,12 @@ def run(
     ArgumentError
         The capacity holds not even the question and the answer.
     """
-    from transformers import DynamicCache, StaticCache
-
     from gpuarena_transformers import ArenaCache
     from gpuarena_transformers.sizing import model_max_length
 
     model = loaded.model
-    longest = model_max_length(model.config) or 4096
-    context = min(context or 4096, longest)
+    context = min(context or 4096, model_max_length(model.config) or 4096)
     session = _Session(model, loaded.tokenizer, context)
-    config = model.config
-
     short = session.ids(question)
     room = max_new_tokens + _N_TIMED + _N_METERED
     if short.shape[1] + room > context:
@@ -190,15 +193,6 @@ def run(
             f"a context of {context} tokens is too small: the question has {short.shape[1]}, "
             f"the answer and the measurement need {room} more"
         )
-    session.use("gpuarena")
-    cache = ArenaCache.for_model(model, context)
-    say(question)
-    with cache.scope():
-        answer = session.generate(short, cache, max_new_tokens, streamer)
-    answers = [(question, answer)]
-
-    # Every cache is fed the same tokens, so that times and logits compare.
-    forced = _forced_tokens(session, answer)
     columns = [
         Column("ArenaCache", "gpuarena"),
         Column("DynamicCache", "sdpa"),
@@ -206,13 +200,23 @@ def run(
     ]
     same_attention = Column("DynamicCache", "gpuarena")
     everyone = [*columns, same_attention]
-    caches = [cache, DynamicCache(config=config), StaticCache(config=config, max_cache_len=context)]
-    caches.append(DynamicCache(config=config))
+
+    session.use("gpuarena")
+    cache = ArenaCache.for_model(model, context)
+    say(question)
+    with cache.scope():
+        answers = [(question, session.generate(short, cache, max_new_tokens, streamer))]
+    forced = _forced_tokens(session, answers[0][1])  # every cache is fed the same, so that they compare
+    caches = [
+        cache,
+        session.stock("DynamicCache"),
+        session.stock("StaticCache"),
+        session.stock("DynamicCache"),
+    ]
     for column, one in zip(everyone, caches, strict=True):
         session.use(column.attention)
         session.forward(short, one)
-    times = _decode(session, everyone, caches, forced[:_N_TIMED])
-    for column, samples in zip(everyone, times, strict=True):
+    for column, samples in zip(everyone, _decode(session, everyone, caches, forced[:_N_TIMED]), strict=True):
         column.short_tokens_per_s = 1 / statistics.median(samples)
     del caches
 
@@ -230,30 +234,15 @@ def run(
             answers.append((shared, session.generate(ids, cache, max_new_tokens, streamer)))
 
     say("the same for DynamicCache and StaticCache, which read the text anew")
-    dynamic, static = DynamicCache(config=config), StaticCache(config=config, max_cache_len=context)
-    prefilled = DynamicCache(config=config)
+    stock = [session.stock("DynamicCache"), session.stock("StaticCache")]
     session.use("sdpa")
-    session.forward(first[:, :n_prefix], prefilled)
-    columns[1].first_token_s, _ = session.timed(lambda: session.forward(second, dynamic))
-    columns[2].first_token_s, _ = session.timed(lambda: session.forward(second, static))
-    rolled, rollbacks, copied, copies = [], [], [], []
-    twin: Any = None
-    for _ in range(_N_ROUNDS):
-        session.use("gpuarena")
-        seconds, _ = session.timed(lambda: cache.rollback(prefix))
-        rollbacks.append(seconds)
-        rolled.append(seconds + session.timed(lambda: session.forward(second[:, n_prefix:], cache))[0])
-        session.use("sdpa")
-        twin = None
-        seconds, twin = session.timed(lambda: copy.deepcopy(prefilled))
-        copies.append(seconds)
-        copied.append(seconds + session.timed(lambda: session.forward(second[:, n_prefix:], twin))[0])
-    columns[0].first_token_s = statistics.median(rolled)
-    del prefilled
+    for column, one in zip(columns[1:], stock, strict=True):
+        column.first_token_s, _ = session.timed(functools.partial(session.forward, second, one))
+    reuse, twin = _measure_reuse(session, cache, prefix, first[:, :n_prefix], second)
+    columns[0].first_token_s = reuse["rollback_first_token_s"]
 
-    caches = [cache, dynamic, static, twin]
-    times = _decode(session, everyone, caches, forced[:_N_TIMED])
-    for column, samples in zip(everyone, times, strict=True):
+    caches = [cache, *stock, twin]
+    for column, samples in zip(everyone, _decode(session, everyone, caches, forced[:_N_TIMED]), strict=True):
         column.long_tokens_per_s = 1 / statistics.median(samples)
     for column, one in zip(columns, caches, strict=False):
         _measure_memory(session, column, one, forced[_N_TIMED:])
@@ -269,13 +258,41 @@ def run(
         n_long=second.shape[1],
         bytes_per_token=stats.bytes_per_token,
         high_water_tokens=stats.high_water_tokens,
-        deepcopy_first_token_s=statistics.median(copied),
-        rollback_s=statistics.median(rollbacks),
-        deepcopy_s=statistics.median(copies),
+        deepcopy_first_token_s=reuse["deepcopy_first_token_s"],
+        rollback_s=reuse["rollback_s"],
+        deepcopy_s=reuse["deepcopy_s"],
         columns=columns,
         dynamic_same_attention_tokens_per_s=same_attention.long_tokens_per_s,
         answers=answers,
     )
+
+
+def _measure_reuse(
+    session: _Session, cache: Any, prefix: Any, shared: torch.Tensor, whole: torch.Tensor
+) -> tuple[dict[str, float], Any]:
+    """Time going back to a prefix that is held, by rollback and by deepcopy, and the first token after it.
+
+    Return the medians and the last deepcopy; it and `cache` then hold all of `whole`.
+    """
+    prefilled = session.stock("DynamicCache")
+    session.use("sdpa")
+    session.forward(shared, prefilled)
+    rest = whole[:, shared.shape[1] :]
+    samples: dict[str, list[float]] = {}
+    twin: Any = None
+
+    def note(name: str, back_s: float, first_s: float) -> None:
+        samples.setdefault(f"{name}_s", []).append(back_s)
+        samples.setdefault(f"{name}_first_token_s", []).append(back_s + first_s)
+
+    for _ in range(_N_ROUNDS):
+        session.use("gpuarena")
+        back_s, _ = session.timed(functools.partial(cache.rollback, prefix))
+        note("rollback", back_s, session.timed(functools.partial(session.forward, rest, cache))[0])
+        session.use("sdpa")
+        back_s, twin = session.timed(functools.partial(copy.deepcopy, prefilled))
+        note("deepcopy", back_s, session.timed(functools.partial(session.forward, rest, twin))[0])
+    return {name: statistics.median(values) for name, values in samples.items()}, twin
 
 
 def _forced_tokens(session: _Session, answer: str) -> list[torch.Tensor]:

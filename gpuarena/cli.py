@@ -229,7 +229,7 @@ def _decode_table(result: dict[str, Any], dtype: str) -> Table:
         pad_edge=False,
     )
     table.add_column("cache, attention", no_wrap=True)
-    for title in ("median, ms", "quartiles, ms", "x ours", "logits off, std"):
+    for title in ("median, ms", "quartiles", "x ours", "off by, std"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, figures in result["variants"].items():
         low, high = figures["quartiles_s"]

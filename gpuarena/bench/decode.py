@@ -27,8 +27,8 @@ VARIANTS: dict[str, tuple[str, str, str]] = {
     "ArenaCache + sdpa": ("arena", "sdpa", "exact"),
     "DynamicCache + sdpa": ("dynamic", "sdpa", "exact"),
     "DynamicCache + gpuarena": ("dynamic", "gpuarena", "exact"),
-    "StaticCache, exact capacity": ("static", "sdpa", "exact"),
-    "StaticCache, largest capacity": ("static", "sdpa", "largest"),
+    "StaticCache (exact) + sdpa": ("static", "sdpa", "exact"),
+    "StaticCache (largest) + sdpa": ("static", "sdpa", "largest"),
 }
 REFERENCE = "DynamicCache + sdpa"
 OURS = "ArenaCache + gpuarena"

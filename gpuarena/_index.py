@@ -44,15 +44,15 @@ def parse_shape(shape: Any) -> tuple[int, ...]:
     parsed = []
     for dim in dims:
         if type(dim) is not int:
-            if isinstance(dim, bool) or type(dim).__name__ == "bool_" or not hasattr(dim, "__index__"):
+            if isinstance(dim, bool) or not hasattr(dim, "__index__"):
                 raise ArgumentTypeError(f"dimension {dim!r} of shape {shape!r} is not an integer")
             try:
                 dim = operator.index(dim)
             except TypeError:
                 raise ArgumentTypeError(f"dimension {dim!r} of shape {shape!r} is not an integer") from None
-        if dim < 0:
-            raise ShapeError(f"dimension {dim} of shape {shape!r} is negative", shape=tuple(dims))
         parsed.append(dim)
+    if parsed and min(parsed) < 0:  # after all the types, so that the order of the dimensions decides nothing
+        raise ShapeError(f"dimension {min(parsed)} of shape {shape!r} is negative", shape=tuple(parsed))
     if len(parsed) > MAX_DIMS:
         raise ShapeError(f"{len(parsed)} dimensions; at most {MAX_DIMS} are possible", shape=tuple(parsed))
     return tuple(parsed)
@@ -96,15 +96,26 @@ def index(layout: Layout, key: Any) -> Layout:
         elif isinstance(k, slice):
             start, stop, step = _slice_bounds(k, shape[axis])
             length = len(range(start, stop, step))
-            if length:  # NumPy leaves the offset alone for an empty result, and so does nothing read it
-                offset += start * strides[axis]
+            offset += start * strides[axis]
             new_shape.append(length)
             new_strides.append(step * strides[axis])
             axis += 1
         else:
             offset += _integer(k, axis, shape[axis]) * strides[axis]
             axis += 1
+    if len(new_shape) > MAX_DIMS:
+        raise IndexError(f"an index that makes {len(new_shape)} dimensions; at most {MAX_DIMS} are possible")
+    if (
+        0 in new_shape
+    ):  # no element tells where it lies, and a sum of the offsets may lie outside of the arena
+        offset = layout.offset
     return Layout(offset, tuple(new_shape), tuple(new_strides))
+
+
+def steps_backwards(key: Any) -> bool:
+    """Return whether a valid index has a slice with a negative step."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(isinstance(k, slice) and k.step is not None and k.step < 0 for k in keys)
 
 
 def _slice_bounds(key: slice, dim: int) -> tuple[int, int, int]:
@@ -117,8 +128,10 @@ def _slice_bounds(key: slice, dim: int) -> tuple[int, int, int]:
 
 
 def _integer(key: Any, axis: int, dim: int) -> int:
-    # an array that holds one integer has __index__ too, but NumPy treats it as advanced indexing
-    if isinstance(key, bool) or not hasattr(key, "__index__") or getattr(key, "ndim", 0) != 0:
+    # An array that holds one integer has __index__ too, but NumPy treats it as advanced indexing; and so has a
+    # torch tensor that holds one bool, which is a mask.
+    is_bool = isinstance(key, bool) or str(getattr(key, "dtype", "")) == "torch.bool"
+    if is_bool or not hasattr(key, "__index__") or getattr(key, "ndim", 0) != 0:
         raise ArgumentTypeError(
             f"{type(key).__name__} is no index for a region: only integers, slices, ... and None make views; "
             f"for a copy, index region.array"
@@ -144,19 +157,27 @@ def reshape(shape: tuple[int, ...], new: Sequence[Any]) -> tuple[int, ...]:
     (3, 4)
     """
     dims: Sequence[Any] = new[0] if len(new) == 1 and isinstance(new[0], (tuple, list)) else new
-    n_unknown = sum(type(dim) is int and dim == -1 for dim in dims)
-    known = parse_shape([1 if type(dim) is int and dim == -1 else dim for dim in dims])
+    is_unknown = [_is_minus_one(dim) for dim in dims]
+    n_unknown = sum(is_unknown)
+    known = parse_shape([1 if unknown else dim for unknown, dim in zip(is_unknown, dims, strict=True)])
     count, partial = math.prod(shape), math.prod(known)
     if n_unknown > 1:
         raise ShapeError(f"only one dimension of {tuple(dims)} may be -1")
     if n_unknown:
         if partial == 0 or count % partial:
             raise ShapeError(f"cannot reshape {shape} ({count} elements) into {tuple(dims)}")
-        at = next(i for i, dim in enumerate(dims) if type(dim) is int and dim == -1)
+        at = is_unknown.index(True)
         return (*known[:at], count // partial, *known[at + 1 :])
     if partial != count:
         raise ShapeError(f"cannot reshape {shape} ({count} elements) into {known} ({partial} elements)")
     return known
+
+
+def _is_minus_one(dim: Any) -> bool:
+    try:
+        return operator.index(dim) == -1
+    except TypeError:
+        return False
 
 
 def recast(shape: tuple[int, ...], itemsize: int, new_itemsize: int) -> tuple[int, ...]:

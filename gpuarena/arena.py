@@ -17,6 +17,7 @@ from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import (
     AlignmentError,
     ArenaClosedError,
+    ArgumentError,
     ArgumentTypeError,
     CheckpointError,
     OutOfMemoryError,
@@ -65,14 +66,6 @@ class _Drop(NamedTuple):
     cause: str
     filename: str
     lineno: int
-
-
-class _Record(NamedTuple):
-    """What the arena knows of a live region."""
-
-    offset: int
-    nbytes: int
-    label: str | None
 
 
 class Scope:
@@ -209,13 +202,14 @@ class Arena:
         self._used = 0
         # One entry a live region. A region is live iff serials[slot] == serial: serials are never reused.
         self._serials: list[int] = []
-        self._records: list[_Record] = []
+        self._records: list[tuple[int, str | None]] = []  # (nbytes, label)
         self._arrays: list[Any] = []  # root array of the backend's library, made on first use
         self._foreign: dict[tuple[int, str], Any] = {}  # (slot, library): root array of another library
         self._next_serial = 0
         self._epoch = 0
         self._scopes: list[Scope] = []
         self._drops: deque[_Drop] = deque(maxlen=_N_REMEMBERED)
+        self._forgotten_limit = 0  # serial_limit of the last drop that is no longer remembered
         self._peak = 0
         self._n_allocs_total = 0
         self._n_failed = 0
@@ -262,18 +256,18 @@ class Arena:
         """
         dims, dt, nbytes, align = self._request(shape, dtype, align, label)
         with self._lock:
-            if fill is None:
-                slot, serial, offset = self._bump(nbytes, align, label)
-                return Region._root_of(self, slot, serial, offset, dims, dt, label)
-            before = self._counters()
-            slot, serial, offset = self._bump(nbytes, align, label)
-            region = Region._root_of(self, slot, serial, offset, dims, dt, label)
-            try:
-                region._write(fill)
-            except BaseException:
-                self._undo(slot, before)
-                raise
-            return region
+            offset = self._place(nbytes, align, label)
+            array = None
+            if fill is not None:  # written before anything is taken, so that a bad value takes nothing
+                before = len(self._serials), self._top
+                array = self._backend.root(offset, dims, dt)
+                self._backend.write(array, fill.array if isinstance(fill, Region) else fill)
+                if self._closed or (len(self._serials), self._top) != before:
+                    raise ArgumentError(
+                        "reading the initial contents moved the arena they go to; read them before"
+                    )
+            slot, serial = self._take(offset, nbytes, label, array)
+            return Region._root_of(self, slot, serial, offset, dims, dt, label)
 
     def empty(self, shape: Any, dtype: Any, *, align: int | None = None, label: str | None = None) -> Any:
         """Return the next free bytes as an array of the backend's library, contents undefined.
@@ -285,14 +279,9 @@ class Arena:
         """
         dims, dt, nbytes, align = self._request(shape, dtype, align, label)
         with self._lock:
-            before = self._counters()
-            slot, _, offset = self._bump(nbytes, align, label)
-            try:
-                array = self._backend.root(offset, dims, dt)
-            except BaseException:
-                self._undo(slot, before)
-                raise
-            self._arrays[slot] = array
+            offset = self._place(nbytes, align, label)
+            array = self._backend.root(offset, dims, dt)
+            self._take(offset, nbytes, label, array)
             return array
 
     def zeros(self, shape: Any, dtype: Any, *, align: int | None = None, label: str | None = None) -> Any:
@@ -342,21 +331,24 @@ class Arena:
             raise ShapeError(f"shape {dims} of {dt} has more than 2**63 - 1 bytes", shape=dims) from None
         return dims, dt, nbytes, align
 
-    def _bump(self, nbytes: int, align: int, label: str | None) -> tuple[int, int, int]:
-        """Take the next `nbytes`; return slot, serial and offset. The caller holds the lock."""
+    def _place(self, nbytes: int, align: int, label: str | None) -> int:
+        """Return the offset at which `nbytes` would go, or raise; changes nothing. The caller holds the lock."""
         if self._closed:  # closed by another thread since _request looked
             raise self._closed_error("alloc")
-        top = self._top
-        offset = _bump.place(top, nbytes, align, self.address)
+        offset = _bump.place(self._top, nbytes, align, self.address)
         if not _bump.fits(offset, nbytes, self.capacity):
             self._n_failed += 1
             raise self._out_of_memory(nbytes, offset, label)
+        return offset
+
+    def _take(self, offset: int, nbytes: int, label: str | None, array: Any) -> tuple[int, int]:
+        """Move the bump pointer behind a region that `_place` found; return its slot and serial."""
         slot = len(self._serials)
         serial = self._next_serial
         self._next_serial = serial + 1
         self._serials.append(serial)
-        self._records.append(_Record(offset, nbytes, label))
-        self._arrays.append(None)
+        self._records.append((nbytes, label))
+        self._arrays.append(array)
         if nbytes:
             self._top = top = offset + nbytes
             self._used += nbytes
@@ -364,15 +356,7 @@ class Arena:
             if top > self._peak:
                 self._peak = top
         self._n_allocs_total += 1
-        return slot, serial, offset
-
-    def _counters(self) -> tuple[int, int, int, int, int]:
-        return self._top, self._used, self._peak, self._n_allocs_total, self._bytes_requested_total
-
-    def _undo(self, slot: int, before: tuple[int, int, int, int, int]) -> None:
-        """Take back the allocation at `slot`, the last one: its initialiser failed. The lock was held throughout."""
-        self._truncate(slot)
-        self._top, self._used, self._peak, self._n_allocs_total, self._bytes_requested_total = before
+        return slot, serial
 
     def _truncate(self, n_live: int) -> None:
         del self._serials[n_live:], self._records[n_live:], self._arrays[n_live:]
@@ -515,6 +499,8 @@ class Arena:
             for (slot, library), array in self._foreign.items():
                 if slot >= n_live:
                     self._backend.viewer(library).invalidate([array])
+            if len(self._drops) == _N_REMEMBERED:
+                self._forgotten_limit = self._drops[0].serial_limit
             self._drops.append(
                 _Drop(n_live, self._next_serial, cause, frame.f_code.co_filename, frame.f_lineno)
             )
@@ -545,8 +531,8 @@ class Arena:
         """Return the bytes of the live regions by label, in order of first use; they add up to `Stats.used`."""
         sums: dict[str | None, int] = {}
         with self._lock:
-            for record in self._records:
-                sums[record.label] = sums.get(record.label, 0) + record.nbytes
+            for nbytes, label in self._records:
+                sums[label] = sums.get(label, 0) + nbytes
         return sums
 
     @property
@@ -614,13 +600,15 @@ class Arena:
         """Say which rollback dropped the region that had `serial` at `slot`."""
         for drop in self._drops:
             if drop.n_live <= slot and serial < drop.serial_limit:
-                return f"{drop.cause} at {drop.filename}:{drop.lineno}"
+                cause = f"{drop.cause} at {drop.filename}:{drop.lineno}"
+                return f"{cause}, or by an earlier one" if serial < self._forgotten_limit else cause
         return "a rollback too long ago to be remembered"
 
     def _stale_error(self, region: Region) -> StaleRegionError:
         if self._closed:
             return StaleRegionError(f"{region._describe()} is stale: its arena was closed", region=region)
-        cause = self._cause(region._slot, region._serial)
+        with self._lock:
+            cause = self._cause(region._slot, region._serial)
         return StaleRegionError(
             f"{region._describe()} is stale: its memory was given back by {cause} and may hold other data; "
             f"allocate it outside that scope, or copy what you need before",

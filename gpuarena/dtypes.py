@@ -45,9 +45,22 @@ _EXTRA: dict[str, int] = {
     "bits2x4": 1,
     "bits4x2": 1,
 }
-_PLAIN = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
-).split()
+_PLAIN = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 
 
 class DType:
@@ -146,6 +159,8 @@ def _lookup(dtype: Any) -> DType:
         return _TABLE[dtype]
     if dtype is None:
         raise DTypeError("dtype None: say which, for example 'float32'")
+    if isinstance(dtype, np.dtype) and dtype.fields is not None:
+        raise TypeError("not cached: two structures can be equal and differ in alignment")
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError) as error:
@@ -188,10 +203,11 @@ def as_dtype(dtype: Any) -> DType:
     except TypeError as error:
         if isinstance(error, DTypeError):
             raise
-        # unhashable: a NumPy structure given as a list of fields is the one such thing that means a dtype
-    if isinstance(dtype, (list, dict)):
+        # A NumPy structure is not cached, or not hashable when it is given by its fields.
+    if isinstance(dtype, (list, dict, np.dtype)):
+        fields: Any = dtype
         try:
-            return _from_numpy(np.dtype(dtype))
+            return _from_numpy(np.dtype(fields))
         except DTypeError:
             raise
         except (TypeError, ValueError) as error:

@@ -66,13 +66,12 @@ class Region:
         self.offset, self.shape, self.strides = layout
         self.dtype = dtype
         self.nbytes = math.prod(self.shape) * dtype.itemsize
-        self._root: Region
+        self._root = root  # None in the root itself, which must not wait for the garbage collector
         self._arena: Arena
         self._slot: int
         self._serial: int
         self.label: str | None
         if root is not None:
-            self._root = root
             self._arena, self._slot, self._serial, self.label = (
                 root._arena,
                 root._slot,
@@ -92,7 +91,6 @@ class Region:
         label: str | None,
     ) -> Region:
         region = cls(None, _index.contiguous(offset, shape, dtype.itemsize), dtype)
-        region._root = region
         region._arena, region._slot, region._serial, region.label = arena, slot, serial, label
         return region
 
@@ -101,9 +99,15 @@ class Region:
     @property
     def is_live(self) -> bool:
         """Whether the memory still belongs to this region."""
-        serials = self._arena._serials
-        slot = self._slot
-        return slot < len(serials) and serials[slot] == self._serial
+        try:  # not by the list's length: another thread may roll back between the two looks
+            return self._arena._serials[self._slot] == self._serial
+        except IndexError:
+            return False
+
+    @property
+    def _origin(self) -> Region:
+        """The region that `Arena.alloc` returned, of which this is a view, or itself."""
+        return self if self._root is None else self._root
 
     def _check(self) -> None:
         if not self.is_live:
@@ -156,7 +160,7 @@ class Region:
         return self._make(library)
 
     def _make(self, library: str) -> Any:
-        arena, root = self._arena, self._root
+        arena, root = self._arena, self._origin
         with arena._lock:
             self._check()  # again, now that no other thread can roll back
             viewer = arena._backend.viewer(library)
@@ -198,12 +202,12 @@ class Region:
         """
         self._check()
         layout = _index.index(Layout(self.offset, self.shape, self.strides), key)
-        if not self._arena._backend.negative_strides and any(stride < 0 for stride in layout.strides):
+        if not self._arena._backend.negative_strides and _index.steps_backwards(key):
             raise StrideError(
                 "torch has no views with negative strides: a slice's step must be positive here; "
                 "torch.flip(region.array, dims) makes a copy"
             )
-        return Region(self._root, layout, self.dtype)
+        return Region(self._origin, layout, self.dtype)
 
     def reshape(self, *shape: Any) -> Region:
         """Return the same bytes in another shape; one dimension may be -1.
@@ -220,7 +224,7 @@ class Region:
         self._check()
         new = _index.reshape(self.shape, shape)
         self._need_contiguous("reshape")
-        return Region(self._root, _index.contiguous(self.offset, new, self.dtype.itemsize), self.dtype)
+        return Region(self._origin, _index.contiguous(self.offset, new, self.dtype.itemsize), self.dtype)
 
     def view(self, dtype: Any) -> Region:
         """Return the same bytes as another dtype; the last dimension changes with the item size.
@@ -246,7 +250,7 @@ class Region:
                 f"address {self.address:#x} is no multiple of {new.alignment}, which {new} needs",
                 align=new.alignment,
             )
-        return Region(self._root, _index.contiguous(self.offset, shape, new.itemsize), new)
+        return Region(self._origin, _index.contiguous(self.offset, shape, new.itemsize), new)
 
     def _need_contiguous(self, action: str) -> None:
         if not self.is_contiguous:
@@ -323,17 +327,18 @@ class Region:
     def __array_interface__(self) -> Any:
         """The array interface (version 3); only for host memory, and for types that it can name."""
         numpy = self.dtype.numpy
-        if numpy is None or numpy.kind in "VW" or not self.device_is_host:
+        if not _has_typestr(numpy) or not self.device_is_host:
             raise AttributeError("__array_interface__")  # numpy.asarray falls back to __array__
+        self.array  # noqa: B018 - the consumer keeps this region, which thereby keeps the memory
         return self.as_numpy().__array_interface__
 
     @property
     def __cuda_array_interface__(self) -> Any:
         """The CUDA array interface (version 3); only for CUDA memory, and for NumPy's own dtypes."""
-        numpy = self.dtype.numpy
-        if self.device_is_host or numpy is None or numpy.kind in "VW":
+        numpy: Any = self.dtype.numpy
+        if not _has_typestr(numpy) or self.device_is_host:
             raise AttributeError("__cuda_array_interface__")
-        self._check()
+        self.array  # noqa: B018 - the consumer keeps this region, which thereby keeps the memory
         return {
             "version": 3,
             "shape": self.shape,
@@ -348,3 +353,8 @@ class Region:
     def device_is_host(self) -> bool:
         """Whether the CPU can read the bytes."""
         return self._arena.device == "cpu"
+
+
+def _has_typestr(numpy: Any) -> bool:
+    """Return whether the array interface can name a type; it can name no structure and none of ml_dtypes' types."""
+    return numpy is not None and numpy.kind != "V" and numpy.isbuiltin != 2

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("shared_core")
 
 _slow_machine = [HealthCheck.too_slow, HealthCheck.filter_too_much]  # shared runners stall for seconds
 settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_slow_machine)
@@ -18,7 +21,9 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=_slow_machine,
 )
-settings.register_profile("nightly", max_examples=2000, stateful_step_count=100, deadline=None, print_blob=True)
+settings.register_profile(
+    "nightly", max_examples=2000, stateful_step_count=100, deadline=None, print_blob=True
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 

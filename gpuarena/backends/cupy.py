@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import cupy
-import numpy as np
 
 from gpuarena import backends
 from gpuarena._bump import align_up
 from gpuarena._index import Layout, check_broadcast
-from gpuarena.backends.host import out_of_memory
+from gpuarena.backends.host import as_host_array, out_of_memory
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import ArgumentError, DeviceMismatchError
 
@@ -74,14 +73,16 @@ class CupyBackend:
         return cupy.ndarray(shape, dtype.require_numpy(), self._pointer + offset, strides)
 
     def write(self, array: Any, value: Any) -> None:
-        """Assign with CuPy's rules for casts and broadcasting; host values are copied to the device first."""
+        """Assign with CuPy's rules for casts and broadcasting; host values are cast and then copied to the device."""
         with cupy.cuda.Device(self._device_id):
             if not isinstance(value, cupy.ndarray):
-                value = cupy.asarray(
-                    np.asarray(value, dtype=None if hasattr(value, "dtype") else array.dtype)
-                )
+                value = as_host_array(value, array.dtype)
+                check_broadcast(value.shape, array.shape)
+                value = value.astype(array.dtype, copy=False)
             check_broadcast(value.shape, array.shape)
-            array[...] = value
+            if value.dtype == array.dtype:  # bytes are copied; CuPy has no kernels for float8 and its like
+                array, value = _as_integers(array), _as_integers(value)
+            array[...] = cupy.asarray(value)
 
     def invalidate(self, arrays: Sequence[Any]) -> None:
         """Do nothing: CuPy keeps no version of an array."""
@@ -99,7 +100,7 @@ class CupyBackend:
 
             # CuPy's DLPack capsule is made in C, the one producer whose deleter is safe at interpreter exit.
             with cupy.cuda.Device(self._device_id):
-                tensor = torch.from_dlpack(self.root(0, (self.nbytes,), as_dtype("uint8")))
+                tensor = torch.utils.dlpack.from_dlpack(self.root(0, (self.nbytes,), as_dtype("uint8")))
             self._viewers[library] = backends.load("torch").adopt(tensor)
         return self._viewers[library]
 
@@ -107,6 +108,12 @@ class CupyBackend:
         """Drop the memory; arrays made of it keep it alive."""
         self._viewers.clear()
         self._pointer = None
+
+
+def _as_integers(array: Any) -> Any:
+    """Return the same elements as integers of the same size."""
+    integers = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}.get(array.dtype.itemsize)
+    return array if integers is None else array.view(integers)
 
 
 def _device_id(device: Any) -> int:

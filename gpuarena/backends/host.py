@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,8 +87,12 @@ class HostBackend:
 
     def write(self, array: Any, value: Any) -> None:
         """Assign with NumPy's rules for casts and broadcasting."""
-        values = np.asarray(value, dtype=None if hasattr(value, "dtype") else array.dtype)
+        values = as_host_array(value, array.dtype)
         check_broadcast(values.shape, array.shape)
+        if values.dtype.kind in "OSU" and values.dtype != array.dtype:
+            values = values.astype(
+                array.dtype
+            )  # may fail at any element, and must before the first is written
         array[...] = values
 
     def invalidate(self, arrays: Sequence[Any]) -> None:
@@ -107,6 +112,16 @@ class HostBackend:
         """Drop the buffer; arrays made of it keep it alive."""
         self._viewers.clear()
         self._bytes = None
+
+
+def as_host_array(value: Any, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
+    """Return values on the host as an array: of their own dtype if they have one, of `dtype` if not."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        from gpuarena.backends.torch import to_host
+
+        return to_host(value)
+    return np.asarray(value, dtype=None if hasattr(value, "dtype") else dtype)
 
 
 def out_of_memory(nbytes: int, device: str, error: BaseException) -> OutOfMemoryError:

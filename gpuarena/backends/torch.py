@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from gpuarena.backends.host import out_of_memory
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import (
     AlignmentError,
-    ArenaError,
     ArgumentError,
     AutogradError,
     DeviceMismatchError,
@@ -33,6 +33,11 @@ def _normal_mode() -> Iterator[None]:
             yield
     else:
         yield
+
+
+#: Of the start of a storage, in bytes: the largest item size.
+_STORAGE_ALIGNMENT = 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TorchBackend:
@@ -53,7 +58,8 @@ class TorchBackend:
         self.device = str(buffer.device)
         self.address: int = buffer.data_ptr()
         self.nbytes: int = buffer.numel()
-        self._start = buffer.storage_offset()  # bytes from the storage's start to `address`
+        self._start = int(buffer.storage_offset())  # bytes from the storage's start to `address`
+        self._host: np.ndarray[Any, Any] | None = None  # the memory, if a storage cannot start where it does
         self._bases: dict[str, torch.Tensor] = {}
         self._viewers: dict[str, Any] = {}
 
@@ -92,9 +98,13 @@ class TorchBackend:
         if buffer.layout is not torch.strided or buffer.device.type == "meta":
             raise DeviceMismatchError(f"a {buffer.layout} tensor on {buffer.device} is not one run of bytes")
         nbytes = buffer.numel() * buffer.element_size()
+        if buffer.is_conj() or buffer.is_neg():
+            raise ArgumentError(
+                "the tensor is a lazy conjugate or negation; adopt tensor.resolve_conj().resolve_neg()"
+            )
         backends.refuse_unless_usable(contiguous=buffer.is_contiguous(), writeable=True, nbytes=nbytes)
         as_bytes = _as_bytes(buffer)
-        if as_bytes.untyped_storage().data_ptr() % 16 and as_bytes.device.type == "cpu":
+        if as_bytes.untyped_storage().data_ptr() % _STORAGE_ALIGNMENT and as_bytes.device.type == "cpu":
             # A storage that starts at an odd address (torch.frombuffer) allows no typed views; NumPy's
             # wrapper over the same bytes starts where we say.
             return cls.adopt_numpy(as_bytes.numpy())
@@ -102,9 +112,20 @@ class TorchBackend:
 
     @classmethod
     def adopt_numpy(cls, buffer: np.ndarray[Any, Any]) -> TorchBackend:
-        """Take host bytes, from the first address on that is a multiple of 16, and keep their owner alive."""
+        """Take host bytes at any address, and keep their owner alive.
+
+        torch views a storage at multiples of the item size only, so the storage starts at the first address
+        that is a multiple of 16; what begins below it gets storages of its own.
+        """
+        skipped = -buffer.ctypes.data % _STORAGE_ALIGNMENT
         with _normal_mode():
-            return cls(torch.from_numpy(buffer))
+            backend = cls(torch.from_numpy(buffer[skipped:]))
+        if skipped:
+            backend.address = buffer.ctypes.data
+            backend.nbytes = buffer.nbytes
+            backend._start = -skipped
+            backend._host = buffer
+        return backend
 
     def check_dtype(self, dtype: DType) -> None:
         """Raise `DTypeError` when torch has no `dtype`."""
@@ -121,16 +142,29 @@ class TorchBackend:
             self._bases[dtype.name] = base
         return base
 
-    def _element(self, offset: int, dtype: DType) -> int:
-        """Return the storage offset, in elements, of a byte offset."""
-        element, rest = divmod(self._start + offset, dtype.itemsize)
+    @staticmethod
+    def _element(position: int, dtype: DType) -> int:
+        """Return the storage offset, in elements, of a byte of a storage."""
+        element, rest = divmod(position, dtype.itemsize)
         if rest:
             raise AlignmentError(
-                f"byte {offset} of this buffer cannot hold {dtype}: torch views a storage at multiples of "
-                f"{dtype.itemsize} bytes only, and this one starts {self._start} bytes before the arena",
-                offset=offset,
+                f"byte {position} of a torch storage cannot hold {dtype}: torch views a storage at multiples of "
+                f"{dtype.itemsize} bytes only",
+                position=position,
             )
         return element
+
+    def _root_below_storage(self, offset: int, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
+        """Return a tensor on the first bytes of memory that starts at an odd address, on a storage of its own."""
+        assert self._host is not None, "only such memory begins below its storage"
+        n_elements = math.prod(shape)
+        with _normal_mode():
+            storage = torch.from_numpy(
+                self._host[offset : offset + n_elements * dtype.itemsize]
+            ).untyped_storage()
+            tensor = torch.empty(0, dtype=dtype.torch)
+            tensor.set_(storage, 0, (n_elements,), (1,))
+            return tensor.reshape(shape)
 
     def root(self, offset: int, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
         """Return a contiguous tensor with a version counter of its own."""
@@ -143,7 +177,12 @@ class TorchBackend:
         base = self._bases.get(dtype.name)
         if base is None:
             base = self._base(dtype)
-        element = self._element(offset, dtype) if stride and 0 not in shape else 0
+        if 0 in shape:
+            element = 0
+        elif self._start + offset >= 0:
+            element = self._element(self._start + offset, dtype)
+        else:
+            return self._root_below_storage(offset, shape, dtype)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return torch.as_strided(base, shape, strides, element).data
@@ -153,50 +192,64 @@ class TorchBackend:
         """Return a view that shares the root's version counter, so that writes are seen by its backward."""
         offset, shape, strides = layout
         if 0 in shape:
-            offset, strides = -self._start, tuple(max(stride, 0) for stride in strides)
+            element, strides = 0, tuple(max(stride, 0) for stride in strides)
         elif any(stride < 0 for stride in strides):
             raise StrideError(
                 "torch has no views with negative strides; use torch.flip(region.array, dims) for a copy"
             )
-        element = self._element(offset, dtype)
+        elif self._host is None:
+            element = self._element(self._start + offset, dtype)
+        else:
+            element = self._element(self.address + offset - root.untyped_storage().data_ptr(), dtype)
         with _normal_mode():
             typed = root if root.dtype == dtype.torch else _recast(root, dtype)
             return typed.as_strided(shape, [stride // dtype.itemsize for stride in strides], element)
 
     def write(self, array: torch.Tensor, value: Any) -> None:
         """Assign with torch's rules for casts; the arena takes no part in an autograd graph."""
+        if type(value) is int and value == 0:
+            with torch.no_grad():
+                try:
+                    array.zero_()
+                except NotImplementedError:  # a type without kernels
+                    _as_integers(array).zero_()
+            return
         source = self._as_tensor(value, array)
         check_broadcast(source.shape, tuple(array.shape))
         if source.ndim > array.ndim:  # leading ones, which NumPy's assignment drops
             source = source.reshape(source.shape[source.ndim - array.ndim :])
         with torch.no_grad():
+            source = source.detach()
+            if _may_overlap(source, array):  # torch would read what it has just written
+                source = _as_integers(source).clone().view(source.dtype)
             try:
-                array.copy_(source.detach())
+                array.copy_(source)
             except (RuntimeError, NotImplementedError) as error:
                 if source.dtype != array.dtype:
                     raise DTypeError(
                         f"torch cannot write {source.dtype} into {array.dtype}: {error}"
                     ) from error
                 # types without kernels (uint4, bits8) still have bytes
-                _as_bytes(array).copy_(_as_bytes(source.expand(array.shape).contiguous()))
+                _as_integers(array).copy_(_as_integers(source))
 
     @staticmethod
     def _as_tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, np.ndarray):
-            dtype = as_dtype(value.dtype)
-            flat = np.array(value, order="C")  # a copy: torch refuses read-only and negatively strided memory
-            return torch.from_numpy(flat.view(np.uint8).reshape(-1)).view(dtype.torch).reshape(value.shape)
+        if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
+            shared: torch.Tensor = torch.utils.dlpack.from_dlpack(value)
+            return shared
+        dtype = as_dtype(like.dtype)
+        if dtype.numpy is not None or hasattr(value, "dtype"):
+            # Python numbers become the region's type by NumPy's rules: torch would round 0.1 to float32 first.
+            values = np.asarray(value, dtype=None if hasattr(value, "dtype") else dtype.numpy)
+            # A copy in native byte order: torch refuses read-only memory and negative strides.
+            values = np.array(values, dtype=values.dtype.newbyteorder("="), order="C")
+            flat = torch.from_numpy(values.reshape(-1).view(np.uint8))
+            return flat.view(as_dtype(values.dtype).torch).reshape(values.shape)
         try:
-            if isinstance(value, (int, float, complex)):
-                return torch.as_tensor(value).to(like.dtype)
-            return torch.as_tensor(value)
-        except ArenaError:
-            raise
+            return torch.as_tensor(value, device="cpu").to(like.dtype)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            if isinstance(value, (int, float)) and value == 0:
-                return torch.zeros(like.element_size(), dtype=torch.uint8).view(like.dtype).reshape(())
             raise DTypeError(f"torch cannot make {like.dtype} of {type(value).__name__}: {error}") from error
 
     def invalidate(self, arrays: Sequence[torch.Tensor]) -> None:
@@ -233,10 +286,39 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same elements as integers of the same size, for which there are kernels."""
+    integers = _INTEGERS.get(tensor.element_size())
+    return tensor if integers is None else tensor.view(integers)
+
+
+def _may_overlap(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether the two share a storage and the bytes between their ends meet."""
+    if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+        return False
+    ranges = []
+    for tensor in (source, target):
+        if tensor.numel() == 0:
+            return False
+        last = sum((dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        ranges.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    (source_start, source_stop), (target_start, target_stop) = ranges
+    return source_start < target_stop and target_start < source_stop
+
+
 def _recast(root: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Return a flat view of a contiguous root as `dtype`; only its dtype and version counter matter."""
-    flat = root.reshape(-1)
+    """Return a view of a root as `dtype`, of no elements: only its dtype, storage and version counter matter."""
+    flat = root.as_strided((0,), (1,), 0)  # at 0, which is a multiple of every item size
     if flat.element_size() != dtype.itemsize:
         flat = flat.view(torch.uint8)
-        flat = flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
     return flat.view(dtype.torch)
+
+
+def to_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the contents of a tensor as an array, of ml_dtypes' types too; a copy where they lie on a device."""
+    dtype = as_dtype(tensor.dtype).require_numpy()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if dtype.isbuiltin != 1:  # torch gives NumPy its own types only
+        tensor = _as_integers(tensor)
+    array: np.ndarray[Any, Any] = tensor.cpu().numpy()
+    return array.view(dtype)

@@ -40,7 +40,10 @@ class Ops(Protocol):
         """Return the view of the first rows."""
 
     def row_index(self, rows: Any, n_rows: int) -> tuple[Any, int]:
-        """Return row numbers as the library's index array, checked against `n_rows`, and how many there are."""
+        """Return row numbers as the library's index array, checked against `n_rows`, and how many there are.
+
+        The array is the same one each time.
+        """
 
     def gather_rows(self, source: Any, rows: Any, scratch: Any, target: Any) -> None:
         """Write ``source[rows]`` to `target`, which may overlap it, by way of the flat `scratch`."""
@@ -49,7 +52,7 @@ class Ops(Protocol):
 class TorchOps:
     """PyTorch."""
 
-    def __init__(self, arena: Any, max_tokens: int) -> None:
+    def __init__(self, arena: Any, max_tokens: int, batch: int) -> None:
         import torch
 
         self._torch = torch
@@ -58,6 +61,7 @@ class TorchOps:
         # One index for all layers of a step; a view of this is made when the position changes.
         with torch.inference_mode(False):
             self._positions = torch.arange(max_tokens, device=self._device)
+            self._rows = torch.empty(batch, dtype=torch.int64, device=self._device)
         self._index: Any = None
         self._index_key = (-1, -1)
 
@@ -90,15 +94,18 @@ class TorchOps:
         n_tokens = keys.shape[2]
         if keys.requires_grad or values.requires_grad:  # grad mode is off, the check saw to that
             keys, values = keys.detach(), values.detach()
-        if n_tokens > _INDEX_COPY_MAX_TOKENS:
-            k_buffer.narrow(2, start, n_tokens).copy_(keys)
-            v_buffer.narrow(2, start, n_tokens).copy_(values)
-        elif n_tokens:
+        if 0 < n_tokens <= _INDEX_COPY_MAX_TOKENS:
             if self._index_key != (start, n_tokens):
                 self._index = self._positions.narrow(0, start, n_tokens)
                 self._index_key = (start, n_tokens)
-            k_buffer.index_copy_(2, self._index, keys)
-            v_buffer.index_copy_(2, self._index, values)
+            try:
+                k_buffer.index_copy_(2, self._index, keys)
+                v_buffer.index_copy_(2, self._index, values)
+                return
+            except RuntimeError:
+                pass  # it takes nothing that lies in the buffer itself, such as what append() returned
+        k_buffer.narrow(2, start, n_tokens).copy_(keys)
+        v_buffer.narrow(2, start, n_tokens).copy_(values)
 
     def tokens(self, buffer: Any, start: int, stop: int) -> Any:
         return buffer.narrow(2, start, stop - start)
@@ -122,7 +129,9 @@ class TorchOps:
         # A list, because min() allocates its result, and does not know every unsigned type.
         if rows.device.type == "cpu" and not all(0 <= row < n_rows for row in rows.tolist()):
             raise ShapeError(f"rows {rows.tolist()}: the cache holds rows 0 to {n_rows - 1}")
-        return rows.to(self._device, torch.int64), len(rows)
+        if len(rows) > len(self._rows):
+            return rows, len(rows)  # the caller refuses so many
+        return self._rows.narrow(0, 0, len(rows)).copy_(rows), len(rows)
 
     def gather_rows(self, source: Any, rows: Any, scratch: Any, target: Any) -> None:
         nbytes = target.numel() * target.element_size()
@@ -134,7 +143,7 @@ class TorchOps:
 class NumpyOps:
     """NumPy and CuPy, whose functions have the same names."""
 
-    def __init__(self, arena: Any, max_tokens: int) -> None:
+    def __init__(self, arena: Any) -> None:
         self._is_host = arena.backend == "host"
         if self._is_host:
             self._array: Any = np.ndarray
@@ -188,6 +197,6 @@ class NumpyOps:
         target[...] = staged
 
 
-def ops_for(arena: Any, max_tokens: int) -> Ops:
+def ops_for(arena: Any, max_tokens: int, batch: int) -> Ops:
     """Return the operations for an arena's backend."""
-    return TorchOps(arena, max_tokens) if arena.backend == "torch" else NumpyOps(arena, max_tokens)
+    return TorchOps(arena, max_tokens, batch) if arena.backend == "torch" else NumpyOps(arena)

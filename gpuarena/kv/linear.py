@@ -20,36 +20,62 @@ from gpuarena.errors import (
 )
 from gpuarena.kv._ops import Ops, ops_for
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec, positive
+from gpuarena.region import Region
 
 __all__ = ["KVCache", "KVCheckpoint", "KVLayer", "KVScope", "KVStats", "LayerGroup"]
+
+
+class _Common:
+    """What the layers of a group have in common.
+
+    They refer to this and not to their group, so that no cycle keeps the memory of a cache that was dropped.
+    """
+
+    __slots__ = ("batch", "capacity_hint", "high_water", "lengths", "marks", "max_tokens", "n_shared", "rows")
+
+    def __init__(self, batch: int, max_tokens: int, capacity_hint: str) -> None:
+        self.batch = batch
+        self.max_tokens = max_tokens
+        self.capacity_hint = capacity_hint
+        self.rows: int | None = None
+        self.high_water = 0
+        self.lengths: list[int] = []  # tokens of each layer
+        self.n_shared = 0  # the first tokens that are the same in all rows, since repeat() copied one row
+        self.marks: list[tuple[int, int]] = []  # (n_tokens, serial), ascending: the checkpoints that live
+
+    def forget_above(self, n_tokens: int) -> None:
+        self.n_shared = min(self.n_shared, n_tokens)
+        while self.marks and self.marks[-1][0] > n_tokens:
+            self.marks.pop()
 
 
 class KVLayer:
     """Keys and values of one layer, head-major: ``[batch, kv_heads, max_tokens, dim]``.
 
-    `length` tokens of the first `group.rows` rows are filled. Made by `LayerGroup.add`.
+    `length` tokens of the first `rows` rows are filled. Made by `LayerGroup.add`.
     """
 
     __slots__ = (
-        "_group",
+        "_bound",
+        "_common",
         "_k",
         "_ops",
+        "_slot",
         "_v",
         "_wanted",
         "index",
         "key_region",
-        "length",
         "spec",
         "value_region",
     )
 
-    def __init__(self, group: LayerGroup, index: int, arena: Arena, spec: LayerSpec, ops: Ops) -> None:
-        shape = (group.batch, spec.kv_heads, group.max_tokens)
-        self._group = group
+    def __init__(self, common: _Common, index: int, arena: Arena, spec: LayerSpec, ops: Ops) -> None:
+        shape = (common.batch, spec.kv_heads, common.max_tokens)
+        self._common = common
+        self._slot = len(common.lengths)
         self._ops = ops
         self.index = index
         self.spec = spec
-        self.length = 0
         start = arena.checkpoint()
         try:
             self.key_region = arena.alloc((*shape, spec.key_dim), spec.dtype, label=f"layer{index}.keys")
@@ -59,19 +85,29 @@ class KVLayer:
         except BaseException:
             arena.rollback(start)
             raise
+        self._bound = 0  # rows that the next two show
         self._k: Any = None  # [rows, kv_heads, max_tokens, key_dim], set by _bind
         self._v: Any = None
         self._wanted = (ops.dtype(spec.dtype), ops.dtype(spec.value_dtype))
-        self._bind(group.rows)
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)
 
-    def _bind(self, n_rows: int | None) -> None:
+    @property
+    def length(self) -> int:
+        """Tokens that are filled."""
+        return self._common.lengths[self._slot]
+
+    @property
+    def rows(self) -> int | None:
+        """Rows that are in use, None until the first append after a reset."""
+        return self._common.rows
+
+    def _bind(self, n_rows: int) -> None:
         """Look at the first `n_rows` rows of the buffers."""
-        n_rows = self._group.batch if n_rows is None else n_rows
         self._k = self._ops.rows(self.key_region.array, n_rows)
         self._v = self._ops.rows(self.value_region.array, n_rows)
+        self._bound = n_rows
 
     def append(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Write new tokens behind the filled ones, and return views of what a query may see.
@@ -92,13 +128,13 @@ class KVLayer:
         ArgumentTypeError, DeviceMismatchError, AutogradError, ShapeError, DTypeError, CapacityError, StaleRegionError
             Checked before the first byte is written; the cache is unchanged on error.
         """
-        group, ops, spec = self._group, self._ops, self.spec
+        common, ops, spec = self._common, self._ops, self.spec
         try:
             n_rows, heads, n_new, dim = keys.shape
             fine = (
                 heads == spec.kv_heads
                 and dim == spec.key_dim
-                and n_rows == group.rows
+                and n_rows == common.rows
                 and values.shape == (n_rows, heads, n_new, spec.value_dim)
                 and ops.agree(keys, values, self._wanted)
             )
@@ -107,19 +143,20 @@ class KVLayer:
         if not fine:
             self._check(keys, values)
             n_rows, n_new = keys.shape[0], keys.shape[2]
-        start = self.length
+        start = common.lengths[self._slot]
         stop = start + n_new
-        if stop > group.max_tokens:
+        if stop > common.max_tokens:
             raise self._capacity_error(n_new)
         region = self.value_region
         if not region.is_live:
             region._check()
-        if n_rows != group.rows:
-            group._bind_rows(n_rows)
+        if n_rows != self._bound:
+            self._bind(n_rows)
         ops.write(self._k, self._v, start, keys, values)
-        self.length = stop
-        if stop > group.high_water:
-            group.high_water = stop
+        common.rows = n_rows  # differs only while nothing is held, the check saw to that
+        common.lengths[self._slot] = stop
+        if stop > common.high_water:
+            common.high_water = stop
         window = spec.window
         low = 0 if window is None or start < window else start - window + 1
         return ops.tokens(self._k, low, stop), ops.tokens(self._v, low, stop)
@@ -129,27 +166,30 @@ class KVLayer:
         keep = positive(n_tokens, "n_tokens", least=0)
         if keep > self.length:
             raise ArgumentError(f"truncate({keep}): layer {self.index} holds only {self.length} tokens")
-        self.length = keep
-        self._group._forget_above(keep)
+        self._common.lengths[self._slot] = keep
+        self._common.forget_above(keep)
 
     @property
     def keys(self) -> Any:
         """View of the filled keys, ``[rows, kv_heads, length, key_dim]``."""
-        self.key_region._check()
-        return self._ops.tokens(self._k, 0, self.length)
+        return self._filled(self.key_region)
 
     @property
     def values(self) -> Any:
         """View of the filled values, ``[rows, kv_heads, length, value_dim]``."""
-        self.value_region._check()
-        return self._ops.tokens(self._v, 0, self.length)
+        return self._filled(self.value_region)
+
+    def _filled(self, region: Region) -> Any:
+        rows = self._common.rows
+        buffer = self._ops.rows(region.array, self._common.batch if rows is None else rows)
+        return self._ops.tokens(buffer, 0, self.length)
 
     def _check(self, keys: Any, values: Any) -> None:
         """Raise unless `append` may write these, or may once it has decided the number of rows."""
-        spec, group = self.spec, self._group
+        spec, common = self.spec, self._common
         self._ops.check(keys, "keys")
         self._ops.check(values, "values")
-        rows = group.rows
+        rows = common.rows
         k_shape, v_shape = tuple(keys.shape), tuple(values.shape)
         who = f"layer {self.index}"
         if len(k_shape) != 4 or k_shape[1] != spec.kv_heads or k_shape[3] != spec.key_dim:
@@ -164,15 +204,15 @@ class KVLayer:
                 shape=v_shape,
             )
         n_rows = k_shape[0]
-        if rows is not None and not group.is_empty and n_rows != rows:
+        if rows is not None and any(common.lengths) and n_rows != rows:
             raise ShapeError(
                 f"{who}: {n_rows} rows given, the cache holds {rows}; reset() starts anew, "
                 f"repeat(n) and select(rows) change the rows that are held",
                 shape=k_shape,
             )
-        if not 1 <= n_rows <= group.batch:
+        if not 1 <= n_rows <= common.batch:
             raise ShapeError(
-                f"{who}: {n_rows} rows given, the cache was made for at most {group.batch} "
+                f"{who}: {n_rows} rows given, the cache was made for at most {common.batch} "
                 f"(sequences times beams or returned sequences); make it with a larger batch",
                 shape=k_shape,
             )
@@ -184,12 +224,12 @@ class KVLayer:
             )
 
     def _capacity_error(self, n_new: int) -> CapacityError:
-        capacity = self._group.max_tokens
+        capacity = self._common.max_tokens
         missing = self.length + n_new - capacity
         return CapacityError(
             f"layer {self.index}: the cache is full: {self.length} of {capacity} tokens used, {n_new} more asked, "
             f"{missing} too many. Nothing was written: roll back or truncate, or make the cache for at least "
-            f"{self.length + n_new} tokens{self._group.capacity_hint}",
+            f"{self.length + n_new} tokens{self._common.capacity_hint}",
             used=self.length,
             requested=n_new,
             capacity=capacity,
@@ -271,20 +311,14 @@ class LayerGroup:
     `KVCache` makes all of its layers at once; an adapter adds each when it first sees the layer's tensors.
     """
 
-    capacity_hint = ""
-    """What an adapter adds to the message of a full cache."""
-
-    def __init__(self, *, batch: int, max_tokens: int) -> None:
+    def __init__(self, *, batch: int, max_tokens: int, capacity_hint: str = "") -> None:
         self.batch = positive(batch, "batch")
         self.max_tokens = positive(max_tokens, "max_tokens")
         self.layers: list[KVLayer] = []
-        self.rows: int | None = None
-        """Rows that are in use, None until the first append after a reset."""
-        self.high_water = 0
-        """Most tokens any layer ever held."""
-        self._shared = 0  # the first tokens that are the same in all rows, since repeat() copied one row
+        self._common = _Common(
+            self.batch, self.max_tokens, capacity_hint
+        )  # the hint ends "the cache is full"
         self._serial = 0
-        self._marks: list[tuple[int, int]] = []  # (n_tokens, serial), ascending: the checkpoints that live
         self._ops: dict[str, Ops] = {}
         self._scratch: dict[str, Any] = {}  # device -> region of bytes
 
@@ -299,14 +333,15 @@ class LayerGroup:
         start = arena.checkpoint()
         ops = self._ops.get(arena.device)
         if ops is None:
-            ops = self._ops[arena.device] = ops_for(arena, self.max_tokens)
-        layer = KVLayer(self, len(self.layers) if index is None else index, arena, spec, ops)
+            ops = self._ops[arena.device] = ops_for(arena, self.max_tokens, self.batch)
+        layer = KVLayer(self._common, len(self.layers) if index is None else index, arena, spec, ops)
         try:
             self.reserve_scratch(arena, max(layer.key_region.nbytes, layer.value_region.nbytes))
         except BaseException:
             arena.rollback(start)
             raise
         self.layers.append(layer)
+        self._common.lengths.append(0)
         return layer
 
     def top_after(self, arena: Arena, specs: Iterable[LayerSpec]) -> int:
@@ -337,14 +372,24 @@ class LayerGroup:
     # -- lengths ------------------------------------------------------------------------------------------------
 
     @property
+    def rows(self) -> int | None:
+        """Rows that are in use, None until the first append after a reset."""
+        return self._common.rows
+
+    @property
+    def high_water(self) -> int:
+        """Most tokens any layer ever held."""
+        return self._common.high_water
+
+    @property
     def length(self) -> int:
         """Tokens that every layer holds."""
-        return min((layer.length for layer in self.layers), default=0)
+        return min(self._common.lengths, default=0)
 
     @property
     def is_empty(self) -> bool:
         """Whether no layer holds a token."""
-        return not any(layer.length for layer in self.layers)
+        return not any(self._common.lengths)
 
     def checkpoint(self) -> KVCheckpoint:
         """Return the present length, to which `rollback` brings all layers back.
@@ -361,10 +406,11 @@ class LayerGroup:
                 f"layer {uneven.index} holds {uneven.length} tokens, another {n_tokens}: finish the step, or "
                 f"truncate({n_tokens}) what it left"
             )
-        if not self._marks or self._marks[-1][0] != n_tokens:
+        marks = self._common.marks
+        if not marks or marks[-1][0] != n_tokens:
             self._serial += 1
-            self._marks.append((n_tokens, self._serial))
-        return KVCheckpoint(self, len(self._marks) - 1, self._marks[-1][1], n_tokens, self.rows)
+            marks.append((n_tokens, self._serial))
+        return KVCheckpoint(self, len(marks) - 1, marks[-1][1], n_tokens, self.rows)
 
     def rollback(self, checkpoint: KVCheckpoint) -> None:
         """Forget every token appended since `checkpoint`, in all layers; the checkpoint stays usable.
@@ -381,7 +427,7 @@ class LayerGroup:
             raise ArgumentTypeError(f"rollback takes a KVCheckpoint, not {type(checkpoint).__name__}")
         if checkpoint._group is not self:
             raise CheckpointError("the checkpoint belongs to another cache")
-        slot, marks = checkpoint._slot, self._marks
+        slot, marks = checkpoint._slot, self._common.marks
         if slot >= len(marks) or marks[slot] != (checkpoint.n_tokens, checkpoint._serial):
             raise CheckpointError(
                 f"the checkpoint at {checkpoint.n_tokens} tokens is dead: the cache was truncated below it, "
@@ -394,7 +440,7 @@ class LayerGroup:
                 f"from before that layer was added; truncate({self.length}) or reset() instead"
             )
         self._cut(checkpoint.n_tokens)
-        self._set_rows(checkpoint.n_rows)
+        self._common.rows = checkpoint.n_rows
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens of every layer; constant in tokens.
@@ -410,15 +456,9 @@ class LayerGroup:
         self._cut(keep)
 
     def _cut(self, n_tokens: int) -> None:
-        for layer in self.layers:
-            layer.length = n_tokens
-        self._forget_above(n_tokens)
-
-    def _forget_above(self, n_tokens: int) -> None:
-        self._shared = min(self._shared, n_tokens)
-        marks = self._marks
-        while marks and marks[-1][0] > n_tokens:
-            marks.pop()
+        lengths = self._common.lengths
+        lengths[:] = [n_tokens] * len(lengths)
+        self._common.forget_above(n_tokens)
 
     def scope(self) -> KVScope:
         """Return a context manager that rolls the cache back on exit, also when an exception passes."""
@@ -427,8 +467,8 @@ class LayerGroup:
     def reset(self) -> None:
         """Forget everything; the memory stays, and the next append may have another number of rows."""
         self._cut(0)
-        self._marks.clear()
-        self._set_rows(None)
+        self._common.marks.clear()
+        self._common.rows = None
 
     @property
     def stats(self) -> KVStats:
@@ -446,17 +486,6 @@ class LayerGroup:
         )
 
     # -- rows ---------------------------------------------------------------------------------------------------
-
-    def _set_rows(self, n_rows: int | None) -> None:
-        if n_rows != self.rows:
-            self.rows = n_rows
-            for layer in self.layers:
-                layer._bind(n_rows)
-
-    def _bind_rows(self, n_rows: int) -> None:
-        """Accept the number of rows of the first append."""
-        assert self.is_empty, "rows are fixed while tokens are held"
-        self._set_rows(n_rows)
 
     def reorder(self, rows: Any) -> None:
         """Put row ``rows[i]`` in place of row i, as beam search does after each step; allocates nothing.
@@ -494,7 +523,7 @@ class LayerGroup:
         single = self.rows == 1
         self._gather([row for row in range(self.rows) for _ in range(n)], n_new=None, keep_marks=single)
         if single:
-            self._shared = self.length
+            self._common.n_shared = self.length
 
     def _gather(self, rows: Any, *, n_new: int | None, keep_marks: bool = False) -> None:
         held = self.rows
@@ -510,9 +539,8 @@ class LayerGroup:
             raise ShapeError(f"{count} rows asked, the cache was made for 1 to {self.batch}")
         for region in self._scratch.values():
             region._check()
-        low = self._shared
-        if count > held and self._shared:  # more rows than share the prefix: it has to be copied too
-            low = 0
+        shared = self._common.n_shared
+        low = 0 if count > held else shared  # more rows than share the prefix: it has to be copied too
         if self.batch > 1:
             for layer in self.layers:
                 layer.value_region._check()
@@ -520,8 +548,8 @@ class LayerGroup:
                 self._gather_layer(layer, index[id(layer._ops)], low, count)
         if not keep_marks:
             # A prefix that all rows share is untouched by an exchange of rows.
-            self._marks = [mark for mark in self._marks if mark[0] <= self._shared]
-        self._set_rows(count)
+            self._common.marks[:] = [mark for mark in self._common.marks if mark[0] <= shared]
+        self._common.rows = count
 
     def _gather_layer(self, layer: KVLayer, rows: Any, low: int, count: int) -> None:
         if layer.length <= low:

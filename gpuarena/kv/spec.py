@@ -113,26 +113,25 @@ class KVSpec:
         return self.bytes_per_token * positive(batch, "batch") * positive(tokens, "tokens", least=0)
 
     def arena_nbytes(self, batch: int, tokens: int, *, alignment: int = 256) -> int:
-        """Return the bytes that `KVCache` takes of a new arena: `nbytes`, its scratch and what aligns each.
+        """Return the bytes that `KVCache` takes of an arena: `nbytes`, its scratch and the alignment of each.
 
-        A single sequence needs no scratch, since it has no rows to reorder.
+        A single sequence needs no scratch, since it has no rows to reorder. The padding behind the last region is
+        counted too, so that the order of the regions makes no difference.
 
         Parameters
         ----------
         batch, tokens : int
         alignment : int
-            That of the arena.
+            That of the arena, in bytes.
         """
         batch, tokens = positive(batch, "batch"), positive(tokens, "tokens", least=0)
-        top = largest = 0
-        for layer in self.layers:
-            sizes = layer.region_nbytes(batch, tokens)
-            for nbytes, dtype in zip(sizes, (layer.dtype, layer.value_dtype), strict=True):
-                top = _bump.place(top, nbytes, max(alignment, dtype.alignment), base=0) + nbytes
-            largest = max(largest, *sizes)
+        sizes = [nbytes for layer in self.layers for nbytes in layer.region_nbytes(batch, tokens)]
         if batch > 1:
-            top = _bump.place(top, largest, max(alignment, SCRATCH_ALIGNMENT), base=0) + largest
-        return top
+            sizes.append(max(sizes))
+            alignment = max(alignment, SCRATCH_ALIGNMENT)
+        # A region pads up to its own alignment; with the largest for all, the sum is never too small.
+        alignment = max(alignment, *(max(s.dtype.alignment, s.value_dtype.alignment) for s in self.layers))
+        return sum(_bump.align_up(nbytes, alignment) for nbytes in sizes)
 
     def max_tokens(self, nbytes: int | str, batch: int = 1, *, alignment: int = 256) -> int:
         """Return the most tokens a sequence can have when `batch` of them share `nbytes` of an arena; 0 if none."""

@@ -32,15 +32,18 @@ class FakeDevice:
     Attributes
     ----------
     limit : int or None
-        Bytes that may be allocated at a time, the padding for alignment included; more is out of memory.
+        Bytes that may be allocated at a time, a page more for each buffer included; more is out of memory.
+    skew : int
+        Every buffer starts this many bytes after a multiple of 4096, rounded down to the alignment asked for.
     n_allocated, n_released, n_freed : int
         Buffers handed out, calls of `Backend.release`, and buffers that nothing refers to any more.
     nbytes : int
         Bytes of the buffers that are not freed.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, *, skew: int = 0) -> None:
         self.limit = limit
+        self.skew = skew
         self.n_allocated = 0
         self.n_released = 0
         self.n_freed = 0
@@ -49,7 +52,8 @@ class FakeDevice:
 
     def __call__(self, nbytes: int, *, device: Any = None, alignment: int = 256) -> FakeBackend:
         """Allocate `nbytes`, the address a multiple of `alignment`; `device` is ignored."""
-        total = nbytes + alignment - 1
+        period = max(4096, alignment)
+        total = nbytes + period - 1
         if self.limit is not None and self.nbytes + total > self.limit:
             missing = self.nbytes + total - self.limit
             raise OutOfMemoryError(
@@ -67,7 +71,8 @@ class FakeDevice:
         weakref.finalize(owner, self._free, memory).atexit = False
         self.n_allocated += 1
         self.nbytes += total
-        start = -owner.ctypes.data % alignment
+        skew = self.skew - self.skew % alignment
+        start = (skew - owner.ctypes.data) % period
         return FakeBackend(owner[start : start + nbytes], self)
 
     def _free(self, memory: bytearray) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from typing import Any, Literal
 
 import torch
@@ -21,6 +23,7 @@ from gpuarena.errors import (
     DeviceMismatchError,
     DTypeError,
     OutOfMemoryError,
+    ShapeError,
     refuse_copy,
 )
 from gpuarena.kv import KVCheckpoint, KVLayer, KVScope, KVSpec, KVStats, LayerGroup, LayerSpec
@@ -73,6 +76,9 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
     indices) are transformers' own and lie outside the arena; a cache with such layers makes no checkpoints.
     """
 
+    # A class attribute, because up to transformers 5.17 the base class has a property without a setter.
+    max_batch_size: int = 1
+
     def __init__(
         self,
         config: Any = None,
@@ -83,11 +89,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         *,
         arena: Arena | None = None,
     ) -> None:
-        if config is not None and getattr(config, "is_encoder_decoder", False):
-            raise ArgumentError(
-                f"{type(config).__name__} is an encoder-decoder: its self- and cross-attention need a cache each, "
-                f"EncoderDecoderCache(ArenaCache(...), DynamicCache()), with config=None in the first"
-            )
+        _refuse_encoder_decoder(config)
         if max_context_length is None:
             max_context_length = None if config is None else model_max_length(config)
             if max_context_length is None:
@@ -99,16 +101,19 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.config = config
         self.max_batch_size = positive(max_batch_size, "max_batch_size")
         self.max_context_length = positive(max_context_length, "max_context_length")
-        self.group = LayerGroup(batch=self.max_batch_size, max_tokens=self.max_context_length)
-        self.group.capacity_hint = " (max_context_length)"
-        self._device = None if device is None else torch.device(device)
+        self.group = LayerGroup(
+            batch=self.max_batch_size,
+            max_tokens=self.max_context_length,
+            capacity_hint=" (max_context_length)",
+        )
+        self._device = None if device is None else _as_device(device)
         self._dtype = None if dtype is None else as_dtype(dtype).torch
         self._given_arena = arena
         self.arenas: list[Arena] = [] if arena is None else [arena]
         """The arenas that hold the cache: one, unless the model spans devices or the estimate was too low."""
         self._warned = False
         if config is None:
-            super().__init__(layer_class_to_replicate=lambda: ArenaLayer(self, len(self.layers)))
+            super().__init__(layer_class_to_replicate=_LayerMaker(self))
         else:
             super().__init__(layers=self._layers_of(decoder_config(config)))
 
@@ -156,6 +161,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         OutOfMemoryError
             The memory cannot be reserved; it is taken here, not at the first token.
         """
+        _refuse_encoder_decoder(model.config)
         measured = measure_layers(model)
         by_device: dict[torch.device, list[LayerSpec]] = {}
         for spec, device in measured.values():
@@ -163,7 +169,9 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         specs = {device: KVSpec(layers) for device, layers in by_device.items()}
         if isinstance(max_context_length, str):
             if max_context_length != "auto":
-                raise ArgumentError(f'max_context_length is a number of tokens or "auto", not {max_context_length!r}')
+                raise ArgumentError(
+                    f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
+                )
             if not 0 < memory_fraction <= 1:
                 raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
             lengths = [
@@ -177,8 +185,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         else:
             n_tokens = max_context_length
         cache = cls(model.config, max_batch_size, n_tokens)
-        for device, kv in specs.items():
-            cache._new_arena(kv.arena_nbytes(max_batch_size, cache.max_context_length), device)
+        cache._reserve(specs)
         return cache
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -223,60 +230,75 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def _arena_for(self, index: int, spec: LayerSpec, device: torch.device) -> Arena:
         """Return an arena on `device` with room for the layer, made for all that is still to come."""
+        if self._given_arena is not None and not self.group.layers:
+            self._check_given(self._given_arena, spec, device)
         here = [arena for arena in self.arenas if torch.device(arena.device) == device]
-        needed = self.group.nbytes_to_add(spec, str(device))
         for arena in here:
-            if arena.stats.available >= needed:
-                break
-        else:
-            arena = self._arena_for_rest(index, spec, device, is_first=not here)
-        if not self.group.layers and arena is self._given_arena:
-            self._check_given(arena, index, spec)
-        return arena
+            if self.group.top_after(arena, [spec]) <= arena.capacity:
+                return arena
+        return self._arena_for_rest(index, spec, device, is_first=not here)
+
+    def _check_given(self, arena: Arena, spec: LayerSpec, device: torch.device) -> None:
+        """Raise before anything is taken of a given arena that cannot hold all layers, if they are like the first."""
+        if torch.device(arena.device) != device:
+            raise DeviceMismatchError(f"the model is on {device}, the arena given on {arena.device}")
+        # Without a config nobody knows how many there are.
+        left = [spec] if self.config is None else self._layers_left(spec)
+        stats = arena.stats
+        needed = self.group.top_after(arena, left) - stats.top
+        if needed > stats.available:
+            raise OutOfMemoryError(
+                f"the cache needs {needed} bytes (layers: {len(left)}, rows: {self.max_batch_size}, tokens: "
+                f"{self.max_context_length}), the arena given has {stats.available} left; give a larger arena or a "
+                f"smaller max_context_length",
+                requested=needed,
+                aligned_offset=stats.top,
+                available=stats.available,
+                capacity=stats.capacity,
+                missing=needed - stats.available,
+                label="kv-cache",
+            )
 
     def _arena_for_rest(self, index: int, spec: LayerSpec, device: torch.device, *, is_first: bool) -> Arena:
         if self._given_arena is not None and is_first:
             raise DeviceMismatchError(
-                f"the model is on {device}, the arena given on {self._given_arena.device}"
+                f"layer {index} is on {device}, the arena given on {self._given_arena.device}"
             )
-        if not is_first and self.config is not None and not self._warned:
+        is_estimate = self.config is not None or self._given_arena is not None
+        if not is_first and is_estimate and not self._warned:
             self._warned = True
             warnings.warn(
-                f"layer {index} needs {spec.bytes_per_token} bytes a token, more than the config told; a second arena "
-                f"holds the rest. ArenaCache.for_model(model) measures it beforehand",
+                f"layer {index} needs {spec.bytes_per_token} bytes a token, more than the arena was made for; a second "
+                f"one holds the rest. ArenaCache.for_model(model) measures all layers beforehand",
                 stacklevel=5,
             )
-        return self._new_arena(self._needed(self._layers_left(index, spec)), device)
+        specs = self._layers_left(spec)
+        return self._new_arena(
+            KVSpec(specs).arena_nbytes(self.max_batch_size, self.max_context_length), device
+        )
 
     def _new_arena(self, nbytes: int, device: torch.device) -> Arena:
         arena = Arena(nbytes, backend="torch", device=device, name="kv-cache")
         self.arenas.append(arena)
         return arena
 
-    def _layers_left(self, index: int, spec: LayerSpec) -> list[LayerSpec]:
-        """Return what the layers from `index` on will hold, judging by this one and the config."""
+    def _reserve(self, specs: dict[torch.device, KVSpec]) -> None:
+        """Take the memory for layers that are known, and first what moving the rows of the largest needs."""
+        for device, spec in specs.items():
+            arena = self._new_arena(spec.arena_nbytes(self.max_batch_size, self.max_context_length), device)
+            sizes = [
+                layer.region_nbytes(self.max_batch_size, self.max_context_length) for layer in spec.layers
+            ]
+            self.group.reserve_scratch(arena, max(map(max, sizes)))
+
+    def _layers_left(self, spec: LayerSpec) -> list[LayerSpec]:
+        """Return what the layers without memory will hold: the first of them this, the others the most so far."""
         if self.config is None:
-            return [spec] * _LAYERS_WITHOUT_CONFIG
-        waiting = [layer for layer in self.layers if isinstance(layer, ArenaLayer) and layer._kv is None]
-        return [spec] * len(waiting)
-
-    def _needed(self, specs: list[LayerSpec]) -> int:
-        return KVSpec(specs).arena_nbytes(self.max_batch_size, self.max_context_length)
-
-    def _check_given(self, arena: Arena, index: int, spec: LayerSpec) -> None:
-        """Raise before the first layer is taken of a given arena that cannot hold them all."""
-        needed, available = self._needed(self._layers_left(index, spec)), arena.stats.available
-        if needed > available:
-            raise OutOfMemoryError(
-                f"the cache needs about {needed} bytes for {self.max_context_length} tokens of {self.max_batch_size} "
-                f"rows, the arena given has {available} left; give a larger arena or a smaller max_context_length",
-                requested=needed,
-                aligned_offset=arena.stats.top,
-                available=available,
-                capacity=arena.capacity,
-                missing=needed - available,
-                label="kv-cache",
-            )
+            n_left = _LAYERS_WITHOUT_CONFIG
+        else:
+            n_left = sum(isinstance(layer, ArenaLayer) and layer._kv is None for layer in self.layers)
+        seen = [spec, *(layer.spec for layer in self.group.layers)]
+        return [spec, *[max(seen, key=lambda one: one.bytes_per_token)] * (n_left - 1)]
 
     # -- lengths ------------------------------------------------------------------------------------------------
 
@@ -289,7 +311,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
             A layer holds a state that cannot be rolled back, or a step failed half-way.
         """
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, ArenaLayer) and type(layer).__name__ != "DummyLayer":
+            if _is_foreign(layer):
                 raise CheckpointError(
                     f"layer {index} is a {type(layer).__name__}, whose state lies outside the arena and cannot be "
                     f"rolled back; copy.deepcopy(cache) keeps a copy of it"
@@ -309,8 +331,17 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return self.group.scope()
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep the first `n_tokens` tokens."""
-        self.crop(n_tokens - self.group.length)
+        """Keep the first `n_tokens` tokens of every layer.
+
+        Raises
+        ------
+        ArgumentError
+            Negative, or more than every layer holds. Unchanged on error.
+        """
+        keep, length = positive(n_tokens, "n_tokens", least=0), self.group.length
+        if keep > length:
+            raise ArgumentError(f"truncate({keep}): the cache holds only {length} tokens")
+        self.crop(keep - length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove ``-tokens_to_remove`` tokens from every layer, or from none.
@@ -327,8 +358,8 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for layer in self.layers:
             if not isinstance(layer, ArenaLayer):
                 layer.crop(-n_removed)
-        if n_removed:
-            self.group.truncate(length - n_removed)
+        # Also for 0: a step that failed left more in its first layers.
+        self.group.truncate(length - n_removed)
 
     def reset(self) -> None:
         """Forget everything; the memory stays reserved for the next conversation."""
@@ -347,8 +378,8 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Put row ``beam_idx[i]`` in place of row i, within the memory that is reserved."""
-        self._foreign("reorder_cache", beam_idx)
         self.group.reorder(beam_idx)
+        self._foreign("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put `repeats` copies of each row side by side."""
@@ -358,28 +389,35 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the given rows; a boolean mask of the rows is taken too."""
         if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
+            n_rows = self.group.rows
+            if n_rows is not None and tuple(indices.shape) != (n_rows,):
+                raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {n_rows}")
             indices = indices.nonzero().flatten()
         self.group.select(indices)
         self._foreign("batch_select_indices", indices)
 
     def _foreign(self, method: str, argument: Any) -> None:
         for layer in self.layers:
-            if not isinstance(layer, ArenaLayer) and type(layer).__name__ != "DummyLayer":
+            if _is_foreign(layer):
                 getattr(layer, method)(argument)
 
     # -- copies -------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ArenaCache:
         """Return a cache of the same capacity with a copy of the filled part, in an arena of its own."""
-        if any(not isinstance(layer, ArenaLayer) for layer in self.layers):
-            raise refuse_copy(self)
         other = type(self)(
             self.config, self.max_batch_size, self.max_context_length, self._device, self._dtype
         )
         memo[id(self)] = other
+        by_device: dict[torch.device, list[LayerSpec]] = {}
+        for held in self.group.layers:
+            by_device.setdefault(torch.device(held.key_region.arena.device), []).append(held.spec)
+        other._reserve({device: KVSpec(specs) for device, specs in by_device.items()})
         with torch.no_grad():
             for index, layer in enumerate(self.layers):
-                if layer._kv is not None:
+                if not isinstance(layer, ArenaLayer):
+                    other.layers[index] = copy.deepcopy(layer, memo)
+                elif layer.is_initialized:
                     other.update(layer.keys, layer.values, index)
         return other
 
@@ -391,6 +429,38 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
             f"ArenaCache({self.group.length} of {self.max_context_length} tokens, {self.group.rows or 0} of "
             f"{self.max_batch_size} rows, {len(self.layers)} layers)"
         )
+
+
+class _LayerMaker:
+    """What adds the layers of a cache without a config, and keeps no cycle with it."""
+
+    def __init__(self, cache: ArenaCache) -> None:
+        self._cache = weakref.ref(cache)
+
+    def __call__(self) -> ArenaLayer:
+        cache = self._cache()
+        assert cache is not None, "only the cache itself calls this"
+        return ArenaLayer(cache, len(cache.layers))
+
+
+def _as_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device {device!r}: {error}") from error
+
+
+def _refuse_encoder_decoder(config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ArgumentError(
+            f"{type(config).__name__} is an encoder-decoder: its self- and cross-attention need a cache each, "
+            f"EncoderDecoderCache(ArenaCache(None, max_batch_size, max_context_length), DynamicCache())"
+        )
+
+
+def _is_foreign(layer: Any) -> bool:
+    """Return whether a layer keeps a state outside the arena; those that read another layer's cache keep none."""
+    return not isinstance(layer, ArenaLayer) and type(layer).__name__ != "DummyLayer"
 
 
 #: The name that this cache had first.

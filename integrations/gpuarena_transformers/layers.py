@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,8 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     def __init__(self, cache: ArenaCache, index: int, sliding_window: int | None = None) -> None:
         # CacheLayerMixin.__init__ would only assign what is a property here.
-        self._cache = cache
+        self._cache = weakref.ref(cache)  # no cycle keeps the memory of a cache that was dropped
+        self._max_length = cache.max_context_length
         self._index = index
         self._kv: KVLayer | None = None
         self.sliding_window = sliding_window
@@ -77,15 +79,19 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     @property
     def batch_size(self) -> int:
         """Rows in use."""
-        rows = self._cache.group.rows
-        if rows is None:
+        if self._kv is None or self._kv.rows is None:
             raise AttributeError("batch_size")  # transformers asks with hasattr
-        return rows
+        return self._kv.rows
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the memory for tensors like these, of which only the shape counts."""
         if self._kv is None:
-            self._kv = self._cache.take_layer(self._index, self.sliding_window, key_states, value_states)
+            cache = self._cache()
+            if cache is None:
+                raise ArgumentError(
+                    "the ArenaCache of this layer is gone; keep it as long as its layers are used"
+                )
+            self._kv = cache.take_layer(self._index, self.sliding_window, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -114,7 +120,7 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     def get_max_length(self) -> int:
         """Return the capacity in tokens."""
-        return self._cache.max_context_length
+        return self._max_length
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 

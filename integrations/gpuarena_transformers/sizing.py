@@ -36,14 +36,15 @@ def measure_layers(model: Any) -> dict[int, tuple[LayerSpec, torch.device]]:
     recurrent ones and those that read another layer's cache, are left out.
     """
     cache = DynamicCache(config=model.config)
-    was_training = model.training
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
             model(input_ids=token, use_cache=True, **{cache_argument(): cache})
     finally:
-        model.train(was_training)
+        for module in in_training:  # not model.train(), since a part of a model may be in another mode
+            module.training = True
     found = {}
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -64,12 +64,23 @@ def run_tests(fake: bool, budget: float) -> dict[str, Any]:
     report = Path(os.environ.get("TMPDIR", "/tmp")) / f"gpuarena-kit-{os.getpid()}.xml"
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+        ),
         "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", "ci"),
     }
     if fake:
         environment["GPUARENA_FAKE_GPU"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", str(ROOT / "tests" / "gpu")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        f"--junitxml={report}",
+        str(ROOT / "tests" / "gpu"),
+    ]
     command += ["-p", "no:cacheprovider", "-o", "addopts=-ra"]
     try:
         status = subprocess.run(command, cwd=ROOT, env=environment, timeout=budget).returncode

@@ -172,6 +172,8 @@ def test_steps_backwards_finds_negative_steps(data, shape):
 def test_reshape_is_numpys(shape, new):  # D7
     array, _ = numbered(shape)
     try:
+        if min(new, default=0) < -1:  # NumPy takes any negative number for -1; a typing error is likelier
+            raise ValueError
         expected = array.reshape(tuple(new)).shape
     except ValueError:
         with pytest.raises(ShapeError):

@@ -204,7 +204,7 @@ class Arena:
         self._serials: list[int] = []
         self._records: list[tuple[int, str | None]] = []  # (nbytes, label)
         self._arrays: list[Any] = []  # root array of the backend's library, made on first use
-        self._foreign: dict[tuple[int, str], Any] = {}  # (slot, library): root array of another library
+        self._foreign: dict[int, dict[str, Any]] = {}  # slot: root arrays of other libraries, by library
         self._next_serial = 0
         self._epoch = 0
         self._scopes: list[Scope] = []
@@ -247,7 +247,10 @@ class Arena:
         Raises
         ------
         ArgumentTypeError, ShapeError, DTypeError, AlignmentError
-            The request can never be right; checked in this order. Unchanged on error.
+            The request can never be right: the shape is checked first, then dtype, align, label, and the size
+            that they make together. Unchanged on error.
+        ArgumentError
+            Reading `fill` allocated from this arena, or rolled it back; that stands, the request does not.
         OutOfMemoryError
             It does not fit; nothing has changed but `Stats.n_failed`. It fits exactly if the aligned offset
             plus its bytes is at most the capacity.
@@ -360,8 +363,6 @@ class Arena:
 
     def _truncate(self, n_live: int) -> None:
         del self._serials[n_live:], self._records[n_live:], self._arrays[n_live:]
-        if self._foreign:
-            self._foreign = {key: array for key, array in self._foreign.items() if key[0] < n_live}
 
     # -- checkpoint and rollback --------------------------------------------------------------------------------
 
@@ -496,9 +497,10 @@ class Arena:
             dropped = [array for array in self._arrays[n_live:] if array is not None]
             if dropped:
                 self._backend.invalidate(dropped)
-            for (slot, library), array in self._foreign.items():
-                if slot >= n_live:
-                    self._backend.viewer(library).invalidate([array])
+            if self._foreign:
+                for slot in range(n_live, len(self._serials)):
+                    self._invalidate_foreign(slot)
+                    self._foreign.pop(slot, None)
             if len(self._drops) == _N_REMEMBERED:
                 self._forgotten_limit = self._drops[0].serial_limit
             self._drops.append(
@@ -589,12 +591,18 @@ class Arena:
             if array is None:
                 array = self._arrays[slot] = self._backend.root(offset, shape, dtype)
             return array
-        array = self._foreign.get((slot, library))
-        if array is None:
+        arrays = self._foreign.get(slot, {})
+        if library not in arrays:
             viewer = self._backend.viewer(library)
             viewer.check_dtype(dtype)
-            array = self._foreign[slot, library] = viewer.root(offset, shape, dtype)
-        return array
+            arrays[library] = viewer.root(offset, shape, dtype)
+            self._foreign[slot] = arrays
+        return arrays[library]
+
+    def _invalidate_foreign(self, slot: int) -> None:
+        """Tell other libraries that the contents of `slot` are no longer what they were; the caller holds the lock."""
+        for library, array in self._foreign.get(slot, {}).items():
+            self._backend.viewer(library).invalidate([array])
 
     def _cause(self, slot: int, serial: int) -> str:
         """Say which rollback dropped the region that had `serial` at `slot`."""

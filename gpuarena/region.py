@@ -184,7 +184,12 @@ class Region:
         array = self.array
         if isinstance(values, Region):
             values = values.array
-        self._arena._backend.write(array, values)
+        arena = self._arena
+        arena._backend.write(array, values)
+        if arena._foreign:  # another library's autograd cannot see the write
+            with arena._lock:
+                if self.is_live:
+                    arena._invalidate_foreign(self._slot)
 
     # -- views --------------------------------------------------------------------------------------------------
 
@@ -308,7 +313,7 @@ class Region:
         try:
             return array.__dlpack__(**options)
         except BufferError:
-            if self._arena._backend.name != "host" or "torch" not in sys.modules:
+            if self._arena._backend.name == "torch" or "torch" not in sys.modules:
                 raise
             return self.as_torch().__dlpack__(**options)  # NumPy exports no bfloat16 or float8, torch does
 

@@ -206,7 +206,7 @@ class TorchBackend:
             return typed.as_strided(shape, [stride // dtype.itemsize for stride in strides], element)
 
     def write(self, array: torch.Tensor, value: Any) -> None:
-        """Assign with torch's rules for casts; the arena takes no part in an autograd graph."""
+        """Assign tensors with torch's casts and all else with NumPy's; no part of it enters an autograd graph."""
         if type(value) is int and value == 0:
             with torch.no_grad():
                 try:

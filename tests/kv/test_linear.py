@@ -96,8 +96,13 @@ def test_moving_rows_allocates_nothing(dtype):
         keys = torch.ones(4, s.kv_heads, 9, s.key_dim, dtype=s.dtype.torch)
         cache.append(layer, keys, torch.ones(4, s.kv_heads, 9, s.value_dim, dtype=s.value_dtype.torch))
     rows = torch.tensor([2, 2, 0, 1])
+    for order in (
+        rows,
+        rows.int(),
+        torch.stack([rows.int(), rows.int()], dim=1)[:, 0],
+    ):  # the last as beam search has it
+        assert allocated_nbytes(lambda order=order: cache.reorder(order)) == 0
     few = torch.tensor([3, 0])
-    assert allocated_nbytes(lambda: cache.reorder(rows)) == 0
     assert allocated_nbytes(lambda: cache.select(few)) == 0
 
 
@@ -181,6 +186,16 @@ def test_a_cache_that_does_not_fit_takes_nothing_of_the_arena():
         KVCache(arena, SMALL, batch=2, max_tokens=16)
     assert (arena.stats.top, arena.stats.n_regions) == (0, 0)
     KVCache(arena, SMALL, batch=2, max_tokens=15)
+
+
+def test_rows_share_a_prefix_only_as_far_as_it_is_kept():
+    cache = torch_cache(batch=2)
+    step(cache, tokens(5))
+    cache.repeat(2)
+    cache.truncate(2)
+    step(cache, tokens(4, rows=2, first=2))
+    cache.reorder([1, 0])
+    assert cache.layers[0].keys[:, 1, :, 3].tolist() == [[0, 1, 102, 103, 104, 105], [0, 1, 2, 3, 4, 5]]
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd

@@ -590,6 +590,23 @@ class KVMachine(RuleBasedStateMachine):
             else:
                 model.move([row for row in range(model.n_rows) for _ in range(n)])
 
+    @precondition(lambda self: self.model.n_rows and self.batch > 1)
+    @rule(data=st.data())
+    def fan_out(self, data):
+        """Go on in several rows from one of them: chance alone seldom leads there."""
+        self.cache.select([row := data.draw(st.integers(0, self.model.n_rows - 1))])
+        self.model.move([row])
+        self.repeat(data.draw(st.integers(2, self.batch)))
+
+    @precondition(lambda self: self.model.n_shared and self.model.n_rows > 1)
+    @rule(data=st.data(), n_new=st.integers(1, 3))
+    def cut_into_what_all_rows_share(self, data, n_new):
+        self.truncate(data.draw(st.integers(0, self.model.n_shared - 1)))
+        if not any(self.model.lengths):
+            return  # the next append decides the rows anew
+        self.step(data, n_new, False)
+        self.reorder(data)
+
     @precondition(lambda self: self.model.n_rows)
     @rule(data=st.data())
     def move_rows_that_are_none(self, data):

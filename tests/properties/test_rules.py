@@ -762,15 +762,3 @@ def test_the_fake_device_poisons_what_is_freed():
     del arena
     assert device.n_freed == 1
     assert set(device._graveyard[0]) == {POISON}
-
-
-@given(programs())
-def test_every_backend_on_the_cpu_does_the_same(program):  # T9
-    run_lockstep(
-        program,
-        [
-            Driver(Arena(1024, alignment=1024)),
-            Driver(Arena(1024, alignment=1024, backend="torch")),
-            Driver(Arena(1024, alignment=1024, backend=FakeDevice())),
-        ],
-    )

@@ -44,6 +44,21 @@ def test_writing_a_region_breaks_the_backward_that_saved_it(case):
         loss.backward()
 
 
+@pytest.mark.parametrize(
+    "part", [lambda region: region, lambda region: region[1:], lambda region: region.view("int32")]
+)
+def test_assigning_to_a_region_breaks_the_backward_that_saved_it(case, part):
+    # also where another library than torch does the writing
+    region = case.arena(4096).alloc(4, "float32", fill=2)
+    other = region.arena.alloc(4, "float32", fill=1)
+    losses = [(leaf_on(tensor_of(each)) * tensor_of(each)).sum() for each in (region, region[2:], other)]
+    part(region)[...] = 7
+    for loss in losses[:2]:
+        with refused_backward():
+            loss.backward()
+    losses[2].backward()
+
+
 @pytest.mark.parametrize("forget", [False, True], ids=["kept", "deleted"])
 @pytest.mark.parametrize(
     "part",

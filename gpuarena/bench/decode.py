@@ -121,10 +121,11 @@ def _build(device: torch.device, dtype: torch.dtype, layers: int, geometry: dict
     import gpuarena_transformers  # registers the attention  # noqa: F401
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    config = Qwen2Config(**geometry, num_hidden_layers=layers, tie_word_embeddings=True)
     models: dict[str, Any] = {}
     for attention in ("sdpa", "gpuarena"):
         torch.manual_seed(0)
+        # A config each: a model writes the name of its attention into the one it is given.
+        config = Qwen2Config(**geometry, num_hidden_layers=layers, tie_word_embeddings=True)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
         if models:  # one set of weights in memory, so that the variants read the same bytes
             model = model.to("meta")

@@ -215,6 +215,32 @@ def test_an_owner_is_kept_as_long_as_anything_uses_its_memory():  # T6
     assert watched() is None
 
 
+@pytest.mark.parametrize(
+    "see",
+    [
+        np.asarray,
+        lambda region: np.asarray(region[1:]),
+        lambda region: np.asarray(region.view("bfloat16")),
+        lambda region: region.as_numpy(),
+        lambda region: region[1:].array,
+        np.from_dlpack,
+        torch.from_dlpack,
+    ],
+    ids="asarray slice bfloat16 as_numpy array from_dlpack torch".split(),
+)
+def test_an_array_made_of_a_torch_region_keeps_the_memory_of_a_closed_arena(see):  # T6
+    memory = np.zeros(256, np.uint8)
+    watched = weakref.ref(memory)
+    arena = Arena.from_buffer(torch.from_numpy(memory), alignment=16)
+    array = see(arena.alloc(4, "int16"))  # whose own array nobody has asked for
+    del memory
+    arena.close()
+    del arena
+    assert watched() is not None
+    del array
+    assert watched() is None
+
+
 def test_the_memory_of_a_tensor_outlives_the_tensor():  # T6
     tensor = torch.zeros(256)
     arena = Arena.from_buffer(tensor)

@@ -26,6 +26,17 @@ def test_every_variant_is_timed_at_every_length():
         assert max(one["logits_difference"].values()) < 1e-3
 
 
+def test_each_variant_runs_the_attention_in_its_name():
+    setup = decode._build(torch.device("cpu"), torch.float32, 2, decode._TINY)
+    for attention, model in setup.models.items():
+        layers = model.model.layers
+        assert {layer.self_attn.config._attn_implementation for layer in layers} == {attention}
+    one, other = (model.state_dict() for model in setup.models.values())
+    assert {name: tensor.data_ptr() for name, tensor in one.items()} == {
+        name: tensor.data_ptr() for name, tensor in other.items()
+    }
+
+
 def test_caches_that_disagree_are_not_timed(monkeypatch):
     from gpuarena_transformers import ArenaCache
 

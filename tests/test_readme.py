@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -54,3 +55,20 @@ def test_the_set_up_commands_are_exactly_two():
         'pip install ".[demo]" && gpuarena demo',
         'pip install -e ".[test]" && python -m pytest',
     ]
+
+
+def test_the_figures_are_those_of_the_files():
+    names = [
+        "DynamicCache + sdpa",
+        "DynamicCache + gpuarena",
+        "StaticCache (exact) + sdpa",
+        "StaticCache (largest) + sdpa",
+    ]
+    expected = []
+    for path in sorted((README.parent / "docs" / "benchmarks").glob("*-cpu-decode-*.json")):
+        result = json.loads(path.read_text())
+        for one in result["results"]:
+            ratios = [f"{one['variants'][name]['ratio_to_ours']:.2f}" for name in names]
+            expected.append([f"{result['geometry']['dtype']}, {one['n_tokens']} tokens", *ratios])
+    rows = re.findall(r"^\| (\w+, \d+ tokens) \| (.*) \|$", README.read_text(encoding="utf-8"), re.M)
+    assert [[title, *cells.split(" | ")] for title, cells in rows] == expected

@@ -188,6 +188,27 @@ def test_a_cache_that_does_not_fit_takes_nothing_of_the_arena():
     KVCache(arena, SMALL, batch=2, max_tokens=15)
 
 
+def test_repeat_puts_the_copies_of_a_row_side_by_side():
+    cache = torch_cache(batch=6)
+    step(cache, tokens(2, rows=3))
+    cache.repeat(2)
+    assert cache.layers[1].values[:, 0, 1, 0].tolist() == [1, 1, 101, 101, 201, 201]
+
+
+def test_rows_that_share_a_prefix_differ_from_the_first_token_behind_it():
+    cache = torch_cache(batch=3)
+    step(cache, tokens(2))
+    before = cache.checkpoint()
+    cache.repeat(2)
+    step(cache, tokens(1, rows=2, first=2))
+    cache.reorder([1, 0])
+    assert cache.layers[0].keys[:, 0, :, 0].tolist() == [[0, 1, 102], [0, 1, 2]]
+    cache.select([1, 0, 0])  # one more than have the prefix
+    assert cache.layers[0].keys[:, 0, :, 0].tolist() == [[0, 1, 2], [0, 1, 102], [0, 1, 102]]
+    cache.rollback(before)
+    assert cache.layers[0].keys[:, 0, :, 0].tolist() == [[0, 1]]
+
+
 def test_rows_share_a_prefix_only_as_far_as_it_is_kept():
     cache = torch_cache(batch=2)
     step(cache, tokens(5))

@@ -241,7 +241,7 @@ class KVMachine(RuleBasedStateMachine):
         self.scopes: list[tuple[Any, Saved]] = []
         self.dead: list[tuple[KVCache, list[Shape]]] = []
 
-    @initialize(data=st.data(), batch=st.integers(1, 4), max_tokens=st.integers(1, 12))
+    @initialize(data=st.data(), batch=st.integers(1, 6), max_tokens=st.integers(1, 12))
     def start(self, data, batch, max_tokens):
         dtypes = st.sampled_from(self.library.dtypes)
         windows = st.none() | st.integers(1, 6)
@@ -593,9 +593,10 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.n_rows and self.batch > 1)
     @rule(data=st.data())
     def fan_out(self, data):
-        """Go on in several rows from one of them: chance alone seldom leads there."""
-        self.cache.select([row := data.draw(st.integers(0, self.model.n_rows - 1))])
-        self.model.move([row])
+        """Go on in several rows from one or two of them: chance alone seldom leads there."""
+        rows = data.draw(st.lists(st.integers(0, self.model.n_rows - 1), min_size=1, max_size=2))
+        self.cache.select(rows)
+        self.model.move(rows)
         self.repeat(data.draw(st.integers(2, self.batch)))
 
     @precondition(lambda self: self.model.n_shared and self.model.n_rows > 1)

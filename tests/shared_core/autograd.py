@@ -169,6 +169,8 @@ def test_memory_made_in_inference_mode_is_ordinary_outside(case, made_inside, se
     for each in (tensor, part, other):
         assert not each.is_inference()
     tensor.sub_(1)
+    part.add_(1).sub_(1)
+    other.add_(1)
     weight = leaf_on(tensor)
     loss = (weight * tensor).sum()
     with torch.inference_mode():

@@ -226,7 +226,7 @@ def test_an_owner_is_kept_as_long_as_anything_uses_its_memory():  # T6
         np.from_dlpack,
         torch.from_dlpack,
     ],
-    ids="asarray slice bfloat16 as_numpy array from_dlpack torch".split(),
+    ids=["asarray", "slice", "bfloat16", "as_numpy", "array", "from_dlpack", "torch"],
 )
 def test_an_array_made_of_a_torch_region_keeps_the_memory_of_a_closed_arena(see):  # T6
     memory = np.zeros(256, np.uint8)

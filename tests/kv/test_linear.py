@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuarena import Arena, CapacityError, CheckpointError, OutOfMemoryError, StaleRegionError
+from gpuarena import (
+    Arena,
+    CapacityError,
+    CheckpointError,
+    DTypeError,
+    OutOfMemoryError,
+    ShapeError,
+    StaleRegionError,
+)
 from gpuarena.errors import ArgumentTypeError, AutogradError, NotCopyableError
 from gpuarena.kv import KVCache, KVSpec, LayerGroup, LayerSpec
 
@@ -400,6 +408,48 @@ def test_a_full_cache_says_what_to_do():
     assert (figures.used, figures.requested, figures.capacity, figures.missing) == (3, 2, 4, 1)
     assert isinstance(caught.value, MemoryError)
     cache.append(0, tokens(1), tokens(1))
+
+
+def test_what_is_wrong_with_an_append_is_said_in_figures():
+    cache = torch_cache(batch=3)
+    step(cache, tokens(2, rows=2))
+    right = tokens(1, rows=2)
+    wrong = [
+        (
+            tokens(1, rows=1),
+            tokens(1, rows=1),
+            ShapeError,
+            r"1 rows given, the cache holds 2; reset\(\) .* repeat\(n\)",
+        ),
+        (
+            right[:, :1],
+            right,
+            ShapeError,
+            r"layer 1: keys are \[2, 1, 1, 4\], the cache holds \[rows, 2, tokens, 4\]",
+        ),
+        (
+            right,
+            right[..., :3],
+            ShapeError,
+            r"values are \[2, 2, 1, 3\], for these keys they must be \[2, 2, 1, 4\]",
+        ),
+        (right, tokens(2, rows=2), ShapeError, r"values are \[2, 2, 2, 4\]"),
+        (
+            right.double(),
+            right,
+            DTypeError,
+            r"keys are torch\.float64 .* the cache holds float32 and float32",
+        ),
+        (right, right.half(), DTypeError, r"values torch\.float16"),
+        (right, right.numpy(), ArgumentTypeError, r"values must be a torch\.Tensor, not ndarray"),
+    ]
+    for keys, values, error, message in wrong:
+        with pytest.raises(error, match=message):
+            cache.append(1, keys, values)
+    cache.reset()
+    with pytest.raises(ShapeError, match=r"4 rows given, the cache was made for at most 3 .*beams"):
+        cache.append(1, tokens(1, rows=4), tokens(1, rows=4))
+    assert (cache.rows, cache.is_empty) == (None, True)
 
 
 def test_a_step_that_fails_half_way_leaves_no_checkpoint_to_be_made_and_is_undone_by_rollback():

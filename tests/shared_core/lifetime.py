@@ -6,6 +6,7 @@ import gc
 import pickle
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -172,6 +173,7 @@ def test_closing_in_one_thread_stops_the_others_cleanly(case):  # T4, T5
                 with arena.scope():
                     arena.alloc(4, "uint8").array
                 started.set()
+                time.sleep(1e-4)  # the lock is not fair: without a pause the other thread may starve
 
     def close():
         started.wait(60)

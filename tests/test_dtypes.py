@@ -5,39 +5,20 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from shared_core.case import ML_DTYPES, PLAIN
 
 from gpuarena import Arena, DType, as_dtype
 from gpuarena.dtypes import known_names
 from gpuarena.errors import DTypeError
 
-NUMPY = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-ML_DTYPES = [
-    name for name, scalar in vars(ml_dtypes).items() if isinstance(scalar, type) and hasattr(scalar, "dtype")
-]
 
-
-@pytest.mark.parametrize("name", [*NUMPY, *ML_DTYPES])
+@pytest.mark.parametrize("name", [*PLAIN, *ML_DTYPES])
 def test_every_type_of_numpy_and_ml_dtypes_is_found_under_all_its_names(name):
     scalar = getattr(ml_dtypes, name) if name in ML_DTYPES else np.dtype(name).type
     dtype = np.dtype(scalar)
     found = as_dtype(name)
     assert (found.name, found.itemsize, found.numpy) == (name, dtype.itemsize, dtype)
-    for other in (scalar, dtype, found, f"{dtype.str}" if name in NUMPY else name):
+    for other in (scalar, dtype, found, f"{dtype.str}" if name in PLAIN else name):
         assert as_dtype(other) is found
     assert name in known_names()
 

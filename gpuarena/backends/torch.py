@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gpuarena import backends
-from gpuarena._bump import align_up
+from gpuarena._bump import align_up, contiguous_strides
 from gpuarena._index import Layout, check_broadcast
 from gpuarena.backends.host import out_of_memory
 from gpuarena.dtypes import DType, as_dtype
@@ -168,12 +168,7 @@ class TorchBackend:
 
     def root(self, offset: int, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
         """Return a contiguous tensor with a version counter of its own."""
-        strides = []
-        stride = 1
-        for dim in reversed(shape):
-            strides.append(stride)
-            stride *= dim or 1
-        strides.reverse()
+        strides = contiguous_strides(shape, 1)  # torch counts elements
         base = self._bases.get(dtype.name)
         if base is None:
             base = self._base(dtype)

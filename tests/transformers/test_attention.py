@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from families import MLA  # noqa: E402 - after the skips
 from gpuarena_transformers import attention  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402 - after the skip
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM  # noqa: E402
@@ -446,22 +447,7 @@ def test_one_graph_under_compile(module, extra):
 # --------------------------------------------------------------------------------------------- whole models
 
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
-COMPRESSED = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
-SPARSE = COMPRESSED | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+SPARSE = MLA | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 GEMMA2 = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -529,7 +515,7 @@ MODELS = {
         MIMO_V2,
         "eager",
     ),
-    "deepseek-v3": ("DeepseekV3Config", COMPRESSED, "sdpa"),
+    "deepseek-v3": ("DeepseekV3Config", MLA, "sdpa"),
     "deepseek-v3.2, sparse": ("DeepseekV32Config", SPARSE, "sdpa"),
     "hy-v4, sparse with sinks": ("HYV4Config", SPARSE, "eager"),
     "gpt2, ungrouped": ("GPT2Config", GPT2, "sdpa"),

@@ -9,10 +9,10 @@ import importlib
 import sys
 from typing import Any
 
-from gpuarena.backends.base import Backend, BackendFactory
+from gpuarena.backends.base import Backend, BackendFactory, Streams
 from gpuarena.errors import ArgumentTypeError, BackendError, DeviceMismatchError, ReadOnlyError, ShapeError
 
-__all__ = ["Backend", "BackendFactory", "adopt", "create"]
+__all__ = ["Backend", "BackendFactory", "Streams", "adopt", "create"]
 
 _CLASSES = {
     "host": ("gpuarena.backends.host", "HostBackend", "numpy"),

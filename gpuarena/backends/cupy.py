@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import cupy
+import numpy as np
 
 from gpuarena import backends
 from gpuarena._bump import align_up
 from gpuarena._index import Layout, check_broadcast
+from gpuarena.backends.base import Backend
 from gpuarena.backends.host import as_host_array, out_of_memory
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import ArgumentError, DeviceMismatchError
 
 
-class CupyBackend:
+class CupyBackend(Backend):
     """A run of device memory. CuPy checks neither bounds nor alignment of its views; the core has."""
 
     name = "cupy"
@@ -67,6 +70,14 @@ class CupyBackend:
         """Return a contiguous array on the bytes from `offset` on."""
         return cupy.ndarray(shape, dtype.numpy, self._pointer + offset)
 
+    def tracked_root(self, offset: int, shape: tuple[int, ...], dtype: DType) -> tuple[Any, Any]:
+        """Return an array over a memory object of its own, to which every view of it refers."""
+        owner = _Owner(self._pointer.mem)
+        memory = cupy.cuda.UnownedMemory(
+            self._pointer.ptr + offset, math.prod(shape) * dtype.itemsize, owner, self._device_id
+        )
+        return cupy.ndarray(shape, dtype.numpy, cupy.cuda.MemoryPointer(memory, 0)), owner
+
     def view(self, root: Any, layout: Layout, dtype: DType) -> Any:
         """Return an array with the given layout."""
         offset, shape, strides = layout
@@ -104,10 +115,46 @@ class CupyBackend:
             self._viewers[library] = backends.load("torch").adopt(tensor)
         return self._viewers[library]
 
+    def fill_bytes(self, start: int, stop: int, byte: int) -> None:
+        """Set the bytes from `start` to `stop`, in the order of the current stream."""
+        with cupy.cuda.Device(self._device_id):
+            (self._pointer + start).memset_async(byte, stop - start)
+
+    def find_other(self, start: int, stop: int, byte: int) -> int | None:
+        """Return the offset of the first byte that is not `byte`."""
+        if stop <= start:
+            return None
+        with cupy.cuda.Device(self._device_id):
+            differs = cupy.ndarray((stop - start,), "uint8", self._pointer + start) != byte
+            at = int(differs.argmax())
+            return start + at if bool(differs[at]) else None
+
+    def read_bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a copy of the bytes in pinned host memory."""
+        import cupyx
+
+        with cupy.cuda.Device(self._device_id):
+            copy: np.ndarray[Any, np.dtype[np.uint8]] = cupyx.empty_pinned((stop - start,), "uint8")
+            cupy.ndarray((stop - start,), "uint8", self._pointer + start).get(out=copy)
+            return copy
+
+    def write_bytes(self, start: int, values: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Copy host bytes in from `start` on; the host waits."""
+        with cupy.cuda.Device(self._device_id):
+            cupy.ndarray((values.nbytes,), "uint8", self._pointer + start).set(values)
+            cupy.cuda.get_current_stream().synchronize()
+
     def release(self) -> None:
         """Drop the memory; arrays made of it keep it alive."""
         self._viewers.clear()
         self._pointer = None
+
+
+class _Owner:
+    """Keeps memory alive; unlike CuPy's own memory objects it can be referred to weakly."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
 
 
 def _as_integers(array: Any) -> Any:

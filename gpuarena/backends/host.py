@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 from gpuarena import backends
 from gpuarena._bump import align_up
 from gpuarena._index import Layout, check_broadcast
+from gpuarena.backends.base import Backend
 from gpuarena.dtypes import DType
 from gpuarena.errors import ArgumentTypeError, DeviceMismatchError, OutOfMemoryError
 
 #: numpy.empty aligns to 16 bytes only, so the buffer is allocated longer by its alignment.
 
 
-class HostBackend:
+class HostBackend(Backend):
     """A NumPy byte array of `nbytes`; its address is a multiple of the alignment asked for."""
 
     name = "host"
@@ -80,6 +82,13 @@ class HostBackend:
         """Return a contiguous array on the bytes from `offset` on."""
         return np.ndarray(shape, dtype.numpy, self._bytes, offset)
 
+    def tracked_root(
+        self, offset: int, shape: tuple[int, ...], dtype: DType
+    ) -> tuple[np.ndarray[Any, Any], Any]:
+        """Return an array over a memoryview of its own, to which every NumPy view of it refers."""
+        owner = memoryview(self._bytes)[offset : offset + math.prod(shape) * dtype.itemsize]
+        return np.ndarray(shape, dtype.numpy, owner), owner
+
     def view(self, root: Any, layout: Layout, dtype: DType) -> np.ndarray[Any, Any]:
         """Return an array with the given layout; NumPy checks that it stays inside the buffer."""
         offset, shape, strides = layout
@@ -107,6 +116,25 @@ class HostBackend:
         if library not in self._viewers:
             self._viewers[library] = backends.load("torch").adopt_numpy(self._bytes)
         return self._viewers[library]
+
+    def fill_bytes(self, start: int, stop: int, byte: int) -> None:
+        """Set the bytes from `start` to `stop`."""
+        self._bytes[start:stop] = byte
+
+    def find_other(self, start: int, stop: int, byte: int) -> int | None:
+        """Return the offset of the first byte that is not `byte`."""
+        differs = self._bytes[start:stop] != byte
+        at = int(differs.argmax()) if stop > start else 0
+        return start + at if stop > start and differs[at] else None
+
+    def read_bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a copy of the bytes."""
+        copy: np.ndarray[Any, np.dtype[np.uint8]] = self._bytes[start:stop].copy()
+        return copy
+
+    def write_bytes(self, start: int, values: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Copy bytes in from `start` on."""
+        self._bytes[start : start + values.nbytes] = values
 
     def release(self) -> None:
         """Drop the buffer; arrays made of it keep it alive."""

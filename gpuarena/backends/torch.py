@@ -13,6 +13,7 @@ import torch
 from gpuarena import backends
 from gpuarena._bump import align_up, contiguous_strides
 from gpuarena._index import Layout, check_broadcast
+from gpuarena.backends.base import Backend
 from gpuarena.backends.host import out_of_memory
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import (
@@ -37,10 +38,11 @@ def _normal_mode() -> Iterator[None]:
 
 #: Of the start of a storage, in bytes: the largest item size.
 _STORAGE_ALIGNMENT = 16
+_UINT8 = as_dtype("uint8")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """A torch storage; its address is a multiple of the alignment asked for.
 
     Every root tensor has a version counter of its own: views made by ``as_strided`` alone share one, and then
@@ -183,6 +185,13 @@ class TorchBackend:
                 return torch.as_strided(base, shape, strides, element).data
         return torch.as_strided(base, shape, strides, element).data
 
+    def tracked_root(
+        self, offset: int, shape: tuple[int, ...], dtype: DType
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a root twice: views refer to the tensor that they were made of."""
+        tensor = self.root(offset, shape, dtype)
+        return tensor, tensor
+
     def view(self, root: torch.Tensor, layout: Layout, dtype: DType) -> torch.Tensor:
         """Return a view that shares the root's version counter, so that writes are seen by its backward."""
         offset, shape, strides = layout
@@ -268,6 +277,36 @@ class TorchBackend:
                     f"{'NumPy' if library == 'host' else library} cannot reach memory on {self.device}; copy the contents"
                 )
         return self._viewers[library]
+
+    def _byte_range(self, start: int, stop: int) -> torch.Tensor:
+        return self.root(start, (stop - start,), _UINT8)
+
+    def fill_bytes(self, start: int, stop: int, byte: int) -> None:
+        """Set the bytes from `start` to `stop`, in the order of the current stream."""
+        with torch.no_grad():
+            self._byte_range(start, stop).fill_(byte)
+
+    def find_other(self, start: int, stop: int, byte: int) -> int | None:
+        """Return the offset of the first byte that is not `byte`."""
+        with torch.no_grad():
+            differs = self._byte_range(start, stop) != byte
+            if not bool(differs.any()):
+                return None
+            return start + int(differs.nonzero()[0, 0])
+
+    def read_bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a copy of the bytes on the host, in pinned memory if they come from a CUDA device."""
+        with torch.no_grad(), _normal_mode():
+            source = self._byte_range(start, stop)
+            copy = torch.empty(source.shape, dtype=torch.uint8, pin_memory=source.is_cuda, device="cpu")
+            copy.copy_(source)
+            values: np.ndarray[Any, np.dtype[np.uint8]] = copy.numpy()
+            return values
+
+    def write_bytes(self, start: int, values: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Copy host bytes in from `start` on; the host waits."""
+        with torch.no_grad(), _normal_mode():
+            self._byte_range(start, start + values.nbytes).copy_(torch.from_numpy(values))
 
     def release(self) -> None:
         """Drop the storage; tensors made of it keep it alive."""

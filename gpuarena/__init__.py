@@ -7,7 +7,10 @@
 """
 
 from gpuarena import errors
-from gpuarena.arena import Arena, Checkpoint, Scope
+from gpuarena._pins import Pin
+from gpuarena.arena import Arena
+from gpuarena.checkpoint import Checkpoint, Scope
+from gpuarena.debug import Debug
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import (
     AlignmentError,
@@ -21,7 +24,11 @@ from gpuarena.errors import (
     ShapeError,
     StaleRegionError,
 )
+from gpuarena.frames import Frame, FrameArenas
+from gpuarena.measure import Measure, measure
 from gpuarena.region import Region
+from gpuarena.scratch import Scratch
+from gpuarena.spill import Spill
 from gpuarena.stats import Stats
 
 __version__ = "0.1.0"
@@ -36,13 +43,21 @@ __all__ = [
     "CheckpointError",
     "DType",
     "DTypeError",
+    "Debug",
     "DeviceMismatchError",
+    "Frame",
+    "FrameArenas",
+    "Measure",
     "OutOfMemoryError",
+    "Pin",
     "Region",
     "Scope",
+    "Scratch",
     "ShapeError",
+    "Spill",
     "StaleRegionError",
     "Stats",
     "as_dtype",
     "errors",
+    "measure",
 ]

@@ -42,9 +42,22 @@ def place(top: int, nbytes: int, align: int, base: int) -> int:
     return align_up(base + top, align) - base
 
 
-def fits(offset: int, nbytes: int, capacity: int) -> bool:
-    """Return whether a region placed at `offset` ends within `capacity`; an empty region always does."""
-    return nbytes == 0 or offset + nbytes <= capacity
+def place_high(top: int, nbytes: int, align: int, base: int) -> int:
+    """Return the offset of a region of `nbytes` that ends at or below `top`, for allocation downwards.
+
+    It is negative when there is no room down to the start. An empty region stays at `top`.
+
+    >>> place_high(top=30, nbytes=4, align=8, base=0)
+    24
+    """
+    if nbytes == 0:
+        return top
+    return ((base + top - nbytes) & -align) - base
+
+
+def fits(offset: int, nbytes: int, limit: int) -> bool:
+    """Return whether a region placed at `offset` ends at or below `limit`; an empty region always does."""
+    return nbytes == 0 or offset + nbytes <= limit
 
 
 def nbytes_of(shape: Sequence[int], itemsize: int) -> int:

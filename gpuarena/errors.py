@@ -13,6 +13,11 @@
     │   └── CapacityError                      a cache that is full
     ├── StaleRegionError       (RuntimeError)  the region was rolled back, or its arena is closed
     ├── CheckpointError        (RuntimeError)  a checkpoint that is dead, spent or foreign; scopes out of order
+    │   └── PinnedError                        a rollback below memory that a captured graph uses
+    ├── CaptureError           (RuntimeError)  a call that a graph being captured could not repeat
+    ├── LiveArraysError        (RuntimeError)  native arrays are still referenced where memory is to go
+    ├── CorruptionError        (RuntimeError)  bytes were written outside of a region, or after it was given back
+    ├── ForkedError            (RuntimeError)  a device arena was used in a forked child
     ├── ArenaClosedError       (RuntimeError)  any call after close()
     ├── DeviceMismatchError    (ValueError)    memory of another device, or bytes that a library cannot reach
     ├── BackendError           (RuntimeError)  an unknown backend, or one whose library is not installed
@@ -36,11 +41,18 @@ __all__ = [
     "AutogradError",
     "BackendError",
     "CapacityError",
+    "CaptureError",
     "CheckpointError",
+    "CorruptionError",
+    "CorruptionWarning",
     "DTypeError",
     "DeviceMismatchError",
+    "ForkedError",
+    "LiveArraysError",
+    "LiveArraysWarning",
     "NotCopyableError",
     "OutOfMemoryError",
+    "PinnedError",
     "ReadOnlyError",
     "ShapeError",
     "StaleRegionError",
@@ -112,6 +124,34 @@ class StaleRegionError(ArenaError, RuntimeError):
 
 class CheckpointError(ArenaError, RuntimeError):
     """A checkpoint is dead, spent or foreign, or scopes were closed out of order."""
+
+
+class CaptureError(ArenaError, RuntimeError):
+    """A call that cannot be captured into a graph was made while one is being captured."""
+
+
+class PinnedError(CheckpointError):
+    """A rollback would give back memory that a captured graph uses."""
+
+
+class LiveArraysError(ArenaError, RuntimeError):
+    """Native arrays are still referenced where memory is to be given back; `labels` names their regions."""
+
+
+class CorruptionError(ArenaError, RuntimeError):
+    """Bytes were written outside of a region, or after it was given back; `offsets` lists the first of each run."""
+
+
+class ForkedError(ArenaError, RuntimeError):
+    """An arena of device memory was used in a forked child, which cannot reach the device."""
+
+
+class LiveArraysWarning(RuntimeWarning):
+    """Native arrays are still referenced where memory was given back; they will show what is put there next."""
+
+
+class CorruptionWarning(RuntimeWarning):
+    """What would be a `CorruptionError`, found when an arena was closed, which never raises."""
 
 
 class ArenaClosedError(ArenaError, RuntimeError):

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gpuarena import _index
-from gpuarena._bump import is_contiguous
+from gpuarena import _index, _messages
+from gpuarena._bump import contiguous_strides, is_contiguous
 from gpuarena._index import Layout
 from gpuarena.dtypes import DType, as_dtype
-from gpuarena.errors import AlignmentError, ShapeError, StrideError, refuse_copy
+from gpuarena.errors import AlignmentError, ArgumentError, ShapeError, StrideError, refuse_copy
 
 if TYPE_CHECKING:
+    from gpuarena._stack import Record, Stack
     from gpuarena.arena import Arena
 
 __all__ = ["Region"]
@@ -39,7 +40,7 @@ class Region:
         Bytes of the elements; for a strided slice the bytes between them do not count.
     shape : tuple of int
     strides : tuple of int
-        Bytes, as NumPy has them.
+        Bytes.
     dtype : DType
     label : str or None
 
@@ -52,46 +53,55 @@ class Region:
         "_array",
         "_root",
         "_serial",
+        "_site",
         "_slot",
+        "_stack",
+        "_strides",
         "dtype",
         "label",
         "nbytes",
         "offset",
         "shape",
-        "strides",
     )
 
-    def __init__(self, root: Region | None, layout: Layout, dtype: DType) -> None:
-        self._array: Any = None
-        self.offset, self.shape, self.strides = layout
+    _arena: Arena
+    _stack: Stack
+    _slot: int
+    _serial: int
+    _root: Region | None  # None in the root itself, which must not wait for the garbage collector
+    _array: Any
+    _site: str  # where it was allocated; only in debug mode
+    _strides: tuple[int, ...] | None  # None until somebody asks for those of a contiguous region
+    label: str | None
+    nbytes: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def __init__(self, root: Region, layout: Layout, dtype: DType) -> None:
+        self._array = None
+        self.offset, self.shape, self._strides = layout
         self.dtype = dtype
         self.nbytes = math.prod(self.shape) * dtype.itemsize
-        self._root = root  # None in the root itself, which must not wait for the garbage collector
-        self._arena: Arena
-        self._slot: int
-        self._serial: int
-        self.label: str | None
-        if root is not None:
-            self._arena, self._slot, self._serial, self.label = (
-                root._arena,
-                root._slot,
-                root._serial,
-                root.label,
-            )
+        self._root = root
+        self._arena, self._stack, self._slot = root._arena, root._stack, root._slot
+        self._serial, self.label = root._serial, root.label
 
     @classmethod
     def _root_of(
         cls,
-        arena: Arena,
+        arena: Any,  # an Arena; the classes that it is made of call this with themselves
+        stack: Stack,
         slot: int,
         serial: int,
-        offset: int,
+        record: Record,
         shape: tuple[int, ...],
         dtype: DType,
-        label: str | None,
     ) -> Region:
-        region = cls(None, _index.contiguous(offset, shape, dtype.itemsize), dtype)
-        region._arena, region._slot, region._serial, region.label = arena, slot, serial, label
+        region: Region = cls.__new__(cls)
+        region._array = region._root = region._strides = None
+        region._arena, region._stack, region._slot, region._serial = arena, stack, slot, serial
+        region.offset, region.nbytes, region.label, _ = record
+        region.shape, region.dtype = shape, dtype
         return region
 
     # -- liveness -----------------------------------------------------------------------------------------------
@@ -100,7 +110,7 @@ class Region:
     def is_live(self) -> bool:
         """Whether the memory still belongs to this region."""
         try:  # not by the list's length: another thread may roll back between the two looks
-            return self._arena._serials[self._slot] == self._serial
+            return self._stack.serials[self._slot] == self._serial
         except IndexError:
             return False
 
@@ -111,7 +121,7 @@ class Region:
 
     def _check(self) -> None:
         if not self.is_live:
-            raise self._arena._stale_error(self)
+            raise _messages.stale(self)
 
     # -- contents -----------------------------------------------------------------------------------------------
 
@@ -129,7 +139,9 @@ class Region:
         self._check()
         array = self._array
         if array is None:
-            array = self._array = self._make(self._arena._backend.name)
+            array = self._make(self._arena._backend.name)
+            if self._arena._tracker is None:  # a tracked array is kept alive by its users only
+                self._array = array
         return array
 
     def as_numpy(self) -> Any:
@@ -165,7 +177,7 @@ class Region:
             self._check()  # again, now that no other thread can roll back
             viewer = arena._backend.viewer(library)
             viewer.check_dtype(self.dtype)
-            array = arena._root_array(self._slot, library, root.offset, root.shape, root.dtype)
+            array = arena._root_array(root, library)
             if self is root:
                 return array
             return viewer.view(array, Layout(self.offset, self.shape, self.strides), self.dtype)
@@ -186,10 +198,61 @@ class Region:
             values = values.array
         arena = self._arena
         arena._backend.write(array, values)
-        if arena._foreign:  # another library's autograd cannot see the write
+        if arena._foreign or arena._tracker is not None:  # another library's autograd cannot see the write
             with arena._lock:
                 if self.is_live:
-                    arena._invalidate_foreign(self._slot)
+                    arena._invalidate_foreign(self._stack, self._slot)
+
+    def record_stream(self, stream: Any) -> None:
+        """Declare that work on another stream than the arena's home stream uses this memory.
+
+        Call it before that work is queued: `stream` then waits until the memory's former users on the home
+        stream are done. When the region is rolled back, the home stream waits for what is queued on `stream` by
+        then, so that the next region there cannot overtake it. The host never waits.
+
+        Parameters
+        ----------
+        stream
+            The library's own stream, an integer handle, or anything with ``__cuda_stream__``.
+
+        Raises
+        ------
+        StaleRegionError
+        ArgumentTypeError, DeviceMismatchError
+            It is no stream, or one of another device.
+        ArgumentError
+            The device has no streams.
+        CaptureError
+            One of `stream` and the current stream is being captured into a graph, and the other is not.
+        """
+        arena = self._arena
+        with arena._lock:
+            self._check()
+            if arena._order is None:
+                raise ArgumentError(f"record_stream: memory on {arena.device} has no streams")
+            arena._watch()
+            arena._order.use(self, stream)
+
+    def extend(self, n_rows: int) -> Region:
+        """Return the region with its first dimension grown to `n_rows`, in place; it never moves.
+
+        Handles of the shorter region stay live and show the first rows.
+
+        >>> from gpuarena import Arena
+        >>> x = Arena(1024).alloc((2, 3), "float32", fill=1)
+        >>> x.extend(4)[:2].array.sum()
+        np.float32(6.0)
+
+        Raises
+        ------
+        CheckpointError
+            It is not the last region of the low end, or a checkpoint was taken behind it. Unchanged on error.
+        ShapeError
+            It is a slice, has no dimension or no bytes, or `n_rows` is less than it has. Unchanged on error.
+        OutOfMemoryError
+            The new rows do not fit. Unchanged on error.
+        """
+        return self._arena._extend(self, n_rows)
 
     # -- views --------------------------------------------------------------------------------------------------
 
@@ -283,7 +346,7 @@ class Region:
     @property
     def address(self) -> int:
         """Address of the first element; it stays what it was when the region is stale."""
-        return self._arena.address + self.offset
+        return self._arena._backend.address_of(self.offset)
 
     @property
     def ndim(self) -> int:
@@ -293,11 +356,21 @@ class Region:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements are one run of bytes in C order."""
-        return is_contiguous(self.shape, self.strides, self.dtype.itemsize)
+        return self._strides is None or is_contiguous(self.shape, self._strides, self.dtype.itemsize)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next in each dimension, as NumPy has them."""
+        strides = self._strides
+        if strides is None:
+            strides = self._strides = contiguous_strides(self.shape, self.dtype.itemsize)
+        return strides
 
     def _describe(self) -> str:
         label = f" {self.label!r}" if self.label else ""
-        return f"region{label} {self.dtype}{list(self.shape)} at offset {self.offset}"
+        site = getattr(self._origin, "_site", "")
+        where = f", allocated at {site}," if site else ""
+        return f"region{label} {self.dtype}{list(self.shape)} at offset {self.offset}{where}"
 
     def __repr__(self) -> str:
         return f"<{self._describe()}, {'live' if self.is_live else 'stale'}>"

@@ -79,6 +79,10 @@ class Backend(Protocol):
     streams: Streams | None = None
     """The device's streams, or None where all work is done when a call returns."""
 
+    def address_of(self, offset: int) -> int:
+        """Return the address of a byte."""
+        return self.address + offset
+
     def check_dtype(self, dtype: DType) -> None:
         """Raise `DTypeError` when the library has no arrays of `dtype`."""
 
@@ -87,6 +91,13 @@ class Backend(Protocol):
 
     def tracked_root(self, offset: int, shape: tuple[int, ...], dtype: DType) -> tuple[Any, Any]:
         """Return an array as `root` does, and an object that lives while it or any view of it does."""
+
+    def prototype(self, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        """Return an array as `root` does, that is only ever given to `again`."""
+        return self.root(offset, shape, dtype)
+
+    def again(self, prototype: Any) -> Any:
+        """Return another fresh root array on the bytes of a prototype."""
 
     def view(self, root: Any, layout: Layout, dtype: DType) -> Any:
         """Return a view of a region's `root` array: other strides, other dtype, offset from `address`."""
@@ -107,9 +118,11 @@ class Backend(Protocol):
 
     def fill_bytes(self, start: int, stop: int, byte: int) -> None:
         """Set the bytes from `start` to `stop`; on a device in the order of the current stream."""
+        return None
 
     def find_other(self, start: int, stop: int, byte: int) -> int | None:
         """Return the offset of the first byte from `start` to `stop` that is not `byte`; the host waits for it."""
+        return None
 
     def read_bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a copy of the bytes on the host, pinned where the library can; the host waits for it."""

@@ -78,6 +78,10 @@ class CupyBackend(Backend):
         )
         return cupy.ndarray(shape, dtype.numpy, cupy.cuda.MemoryPointer(memory, 0)), owner
 
+    def again(self, prototype: Any) -> Any:
+        """Return another array on the bytes of a prototype."""
+        return prototype.view()
+
     def view(self, root: Any, layout: Layout, dtype: DType) -> Any:
         """Return an array with the given layout."""
         offset, shape, strides = layout

@@ -89,9 +89,19 @@ class HostBackend(Backend):
         owner = memoryview(self._bytes)[offset : offset + math.prod(shape) * dtype.itemsize]
         return np.ndarray(shape, dtype.numpy, owner), owner
 
+    def again(self, prototype: Any) -> np.ndarray[Any, Any]:
+        """Return another array on the bytes of a prototype."""
+        array: np.ndarray[Any, Any] = prototype.view()
+        return array
+
     def view(self, root: Any, layout: Layout, dtype: DType) -> np.ndarray[Any, Any]:
         """Return an array with the given layout; NumPy checks that it stays inside the buffer."""
         offset, shape, strides = layout
+        owner = root.base
+        if type(owner) is memoryview:  # a tracked root: its views refer to the same owner
+            within = offset - (root.__array_interface__["data"][0] - self.address)
+            if within >= 0 and (within + _span(shape, strides, dtype.itemsize)) <= owner.nbytes:
+                return np.ndarray(shape, dtype.require_numpy(), owner, within, strides)
         return np.ndarray(shape, dtype.require_numpy(), self._bytes, offset, strides)
 
     def write(self, array: Any, value: Any) -> None:
@@ -140,6 +150,13 @@ class HostBackend(Backend):
         """Drop the buffer; arrays made of it keep it alive."""
         self._viewers.clear()
         self._bytes = None
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes from the first element to the end of the furthest, for positive strides."""
+    return (
+        sum((dim - 1) * stride for dim, stride in zip(shape, strides, strict=True) if stride > 0) + itemsize
+    )
 
 
 def as_host_array(value: Any, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any]:

@@ -180,10 +180,14 @@ class TorchBackend(Backend):
             element = self._element(self._start + offset, dtype)
         else:
             return self._root_below_storage(offset, shape, dtype)
+        return self.again(torch.as_strided(base, shape, strides, element))
+
+    def again(self, prototype: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the bytes of a prototype, with a version counter of its own."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return torch.as_strided(base, shape, strides, element).data
-        return torch.as_strided(base, shape, strides, element).data
+                return prototype.data
+        return prototype.data
 
     def tracked_root(
         self, offset: int, shape: tuple[int, ...], dtype: DType

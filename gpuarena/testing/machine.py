@@ -150,7 +150,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.memory = bytearray(self._read_memory())
         self.era = object()
         self.live: list[_Allocation] = []
-        self.top = self.peak = 0
+        self.top = self.peak = self.peak_used = self.peak_regions = 0
         self.n_allocs = self.n_failed = self.n_bytes = 0
 
     def _read_memory(self) -> bytes:
@@ -250,17 +250,25 @@ class ArenaMachine(RuleBasedStateMachine):
         stats = self.arena.stats
         used = sum(allocation.nbytes for allocation in self.live)
         self.peak = max(self.peak, self.top)
+        self.peak_used = max(self.peak_used, used)
+        self.peak_regions = max(self.peak_regions, len(self.live))
         assert _figures(stats) == {
             "capacity": self.arena.capacity,
             "top": self.top,
+            "high": self.arena.capacity,
             "used": used,
             "padding": self.top - used,
             "available": self.arena.capacity - self.top,
             "n_regions": len(self.live),
+            "committed": self.arena.capacity,
             "peak": self.peak,
+            "peak_used": self.peak_used,
+            "peak_regions": self.peak_regions,
             "n_allocs_total": self.n_allocs,
+            "n_freed_total": self.n_allocs - len(self.live),
             "n_failed": self.n_failed,
             "bytes_requested_total": self.n_bytes,
+            "bytes_freed_total": self.n_bytes - used,
         }
         assert 0 <= stats.used <= stats.top <= stats.peak <= stats.capacity
         by_label: dict[str | None, int] = {}

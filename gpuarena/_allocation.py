@@ -1,0 +1,337 @@
+"""Taking memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuarena import _bump
+from gpuarena._index import Layout, parse_shape
+from gpuarena._positions import Positions
+from gpuarena._stack import Record, Stack, Take
+from gpuarena._state import check_text, parse_alignment
+from gpuarena.dtypes import DType, as_dtype
+from gpuarena.errors import AlignmentError, ArgumentError, ArgumentTypeError, CheckpointError, ShapeError
+from gpuarena.region import Region
+
+#: Slots whose last request is remembered, so that a loop that repeats its allocations skips the validation.
+_N_REPEATS = 256
+
+
+class Request(NamedTuple):
+    """A request at a position that was granted: the same one there again has the same outcome."""
+
+    top: int
+    shape: tuple[int, ...]
+    given_dtype: Any
+    align: int | None
+    label: str | None
+    record: Record
+    dtype: DType
+
+
+class Allocation(Positions):
+    """The part of an arena that hands out regions."""
+
+    def alloc(
+        self,
+        shape: Any,
+        dtype: Any,
+        *,
+        align: int | None = None,
+        fill: Any = None,
+        label: str | None = None,
+        side: str = "low",
+    ) -> Region:
+        """Return a region, the checked handle to the next free bytes.
+
+        >>> from gpuarena import Arena
+        >>> Arena(1024).alloc((2, 3), "bfloat16").shape
+        (2, 3)
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            ``()`` is one element; a shape with a zero takes no space and always succeeds.
+        dtype
+            Anything `as_dtype` knows.
+        align : int, optional
+            Alignment of the address in bytes; by default the arena's, or the dtype's if that is more.
+        fill : scalar or array, optional
+            Initial contents, assigned with the library's broadcasting. Without it the contents are undefined.
+        label : str, optional
+            For messages, and for `by_label`.
+        side : {"low", "high"}
+            The end to take from. ``"high"`` is for what outlives the scopes of the low end: it grows down from
+            the capacity, and has checkpoints of its own.
+
+        Raises
+        ------
+        ArgumentTypeError, ArgumentError, ShapeError, DTypeError, AlignmentError
+            The request can never be right: the shape is checked first, then dtype, align, label, side, and the
+            size that they make together. Unchanged on error.
+        ArgumentError
+            Reading `fill` allocated from this arena, or rolled it back; that stands, the request does not.
+        OutOfMemoryError
+            It does not fit; nothing has changed but `Stats.n_failed`. On the low end it fits exactly if the
+            aligned offset plus its bytes is at most the first byte of the high end.
+        ArenaClosedError
+            The arena is closed.
+        """
+        with self._lock:
+            low = self._low
+            request = self._repeated(shape, dtype, align, label) if side == "low" and fill is None else None
+            if request is not None:
+                serial, slot = self._next_serial, len(low.serials)
+                self._push(low, request.record, None)
+                return Region._root_of(self, low, slot, serial, request.record, request.shape, request.dtype)
+            stack, slot, serial, record, dims, dt, _ = self._allocate(
+                shape, dtype, align, label, side, fill, needs_array=False
+            )
+            region = Region._root_of(self, stack, slot, serial, record, dims, dt)
+            if self._checks is not None:
+                region._site = self._checks.site_of(stack.side, slot)
+            return region
+
+    def empty(
+        self, shape: Any, dtype: Any, *, align: int | None = None, label: str | None = None, side: str = "low"
+    ) -> Any:
+        """Return the next free bytes as an array of the backend's library, contents undefined.
+
+        The array is the library's own and knows nothing of the arena: after a rollback it still points at its
+        old bytes, which then belong to somebody else. `alloc` returns a handle that notices.
+
+        Parameters and errors as for `alloc`.
+        """
+        with self._lock:
+            request = self._repeated(shape, dtype, align, label) if side == "low" else None
+            if request is not None:
+                low = self._low
+                slot = len(low.serials)
+                prototype = self._prototypes.get(slot)
+                if prototype is None:
+                    prototype = self._backend.prototype(request.record.offset, request.shape, request.dtype)
+                    self._prototypes[slot] = prototype
+                array = self._backend.again(prototype)
+                self._push(low, request.record, array)
+                return array
+            return self._allocate(shape, dtype, align, label, side, None, needs_array=True)[-1]
+
+    def zeros(
+        self, shape: Any, dtype: Any, *, align: int | None = None, label: str | None = None, side: str = "low"
+    ) -> Any:
+        """Return an array of zeros; otherwise as `empty`."""
+        return self._allocate(shape, dtype, align, label, side, 0, needs_array=True)[-1]
+
+    def full(
+        self,
+        shape: Any,
+        value: Any,
+        dtype: Any,
+        *,
+        align: int | None = None,
+        label: str | None = None,
+        side: str = "low",
+    ) -> Any:
+        """Return an array filled with `value`; otherwise as `empty`."""
+        if value is None:
+            raise ArgumentTypeError("full() needs a value")
+        return self._allocate(shape, dtype, align, label, side, value, needs_array=True)[-1]
+
+    def from_array(
+        self, values: Any, *, align: int | None = None, label: str | None = None, side: str = "low"
+    ) -> Region:
+        """Return a region with the shape, dtype and contents of `values`, copied in.
+
+        >>> from gpuarena import Arena
+        >>> Arena(1024).from_array([[1.0, 2.0]]).shape
+        (1, 2)
+        """
+        if not (hasattr(values, "shape") and hasattr(values, "dtype")):
+            values = np.asarray(values)
+        return self.alloc(tuple(values.shape), values.dtype, align=align, fill=values, label=label, side=side)
+
+    def _repeated(self, shape: Any, dtype: Any, align: Any, label: Any) -> Request | None:
+        """Return the same request as the last one at this position, if this is it and it fits again.
+
+        Nothing is compared by value that could be equal to something invalid: True equals 1.
+        """
+        request = self._requests.get(len(self._low.serials))
+        if request is None:
+            return None
+        top, dims, given_dtype, given_align, given_label, record, _ = request
+        if (
+            given_dtype is not dtype
+            or top != self._low.top
+            or given_align is not align
+            or given_label is not label
+            or self._hooks
+        ):
+            return None
+        if dims is not shape:
+            if type(shape) is int:
+                shape = (shape,)
+            if type(shape) is not tuple or dims != shape:
+                return None
+            for dim in shape:
+                if type(dim) is not int:
+                    return None
+        if record[3] > self._high.top or (self._is_capturing is not None and self._is_capturing()):
+            return None
+        return request
+
+    def _push(self, stack: Stack, record: Record, array: Any) -> None:
+        """Take a region; the caller holds the lock."""
+        self._next_serial = (serial := self._next_serial) + 1
+        stack.serials.append(serial)
+        stack.records.append(record)
+        stack.arrays.append(array)
+        stack.top = record[3]
+        stack.used += record[1]
+
+    def _allocate(
+        self, shape: Any, dtype: Any, align: Any, label: Any, side: Any, fill: Any, *, needs_array: bool
+    ) -> tuple[Stack, int, int, Record, tuple[int, ...], DType, Any]:
+        """Take a region the long way; return what a `Region` is made of, and its array if that was made."""
+        dims, dt, nbytes, alignment = self._request(shape, dtype, align, label, side)
+        with self._lock:
+            self._watch()
+            stack = self._low if side == "low" else self._high
+            offset, new_top = self._place(stack, nbytes, alignment, label)
+            slot = len(stack.serials)
+            take = None
+            if self._hooks:
+                take = Take(
+                    stack, slot, offset, nbytes, stack.top, new_top, dims, dt, alignment, label,
+                    fill is not None,
+                )  # fmt: skip
+                for hook in self._hooks:
+                    hook.before_take(take)
+            array = None
+            if fill is not None:  # written before anything is taken, so that a bad value takes nothing
+                before = len(stack.serials), stack.top
+                array = self._new_root(stack, slot, offset, dims, dt)
+                if self._order is not None:
+                    self._order.before_write(side, slot)
+                self._backend.write(array, fill.array if isinstance(fill, Region) else fill)
+                if self._order is not None:
+                    self._order.wrote()
+                if self._closed or (len(stack.serials), stack.top) != before:
+                    raise ArgumentError(
+                        "reading the initial contents moved the arena they go to; read them before"
+                    )
+            elif needs_array:
+                array = self._new_root(stack, slot, offset, dims, dt)
+            record = Record(offset, nbytes, label, new_top)
+            if take is None and slot < _N_REPEATS and side == "low" and fill is None:
+                self._requests[slot] = Request(stack.top, dims, dtype, align, label, record, dt)
+                self._prototypes.pop(slot, None)
+            serial = self._next_serial  # reading the contents may have used some
+            self._push(stack, record, None if self._tracker is not None else array)
+            if take is not None:
+                for hook in self._hooks:
+                    hook.after_take(take)
+            return stack, slot, serial, record, dims, dt, array
+
+    def _request(
+        self, shape: Any, dtype: Any, align: Any, label: Any, side: Any
+    ) -> tuple[tuple[int, ...], DType, int, int]:
+        """Validate everything about a request but whether it fits, in the documented order."""
+        if self._closed:
+            raise self._closed_error("alloc")
+        dims = parse_shape(shape)
+        dt = as_dtype(dtype)
+        self._backend.check_dtype(dt)
+        if align is None:
+            align = self.alignment if self.alignment >= dt.alignment else dt.alignment
+        else:
+            align = parse_alignment(align)
+            if align < dt.alignment:
+                raise AlignmentError(
+                    f"align={align} is too small for {dt}, which needs {dt.alignment}", align=align
+                )
+        if label is not None:
+            check_text(label, "label")
+        if side != "low":
+            self._check_side(side)
+        try:
+            nbytes = _bump.nbytes_of(dims, dt.itemsize)
+        except OverflowError:
+            raise ShapeError(f"shape {dims} of {dt} has more than 2**63 - 1 bytes", shape=dims) from None
+        return dims, dt, nbytes, align
+
+    def _place(self, stack: Stack, nbytes: int, align: int, label: str | None) -> tuple[int, int]:
+        """Return where `nbytes` would go and where the pointer would stand, or raise; changes nothing."""
+        if self._closed:  # closed by another thread since _request looked
+            raise self._closed_error("alloc")
+        if self._strict and not self._scopes:
+            raise CheckpointError(
+                "allocation outside of a scope, which strict debugging forbids; use `with arena.scope():`"
+            )
+        top, guard = stack.top, self._guard
+        if stack is self._low:
+            limit = self._high.top
+            offset = _bump.place(top, nbytes, align, self.address)
+            if not _bump.fits(offset, nbytes, limit):
+                raise self._out_of_memory(stack, nbytes, offset, label, align)
+            # The guard zone may be cut at the end, so that what fits exactly fits in debug mode too.
+            return offset, min(offset + nbytes + guard, limit) if nbytes else top
+        offset = _bump.place_high(top - guard if nbytes else top, nbytes, align, self.address)
+        if nbytes and offset < self._low.top:
+            raise self._out_of_memory(stack, nbytes, offset, label, align)
+        return offset, offset
+
+    def _new_root(self, stack: Stack, slot: int, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        if self._tracker is not None:
+            return self._tracker.new_root(stack, slot, offset, shape, dtype)
+        return self._backend.root(offset, shape, dtype)
+
+    def _extend(self, region: Region, n_rows: Any) -> Region:
+        """Grow the last region in place; see `Region.extend`."""
+        with self._lock:
+            self._watch()
+            region._check()
+            stack, slot = region._stack, region._slot
+            record = stack.records[slot]
+            shape = parse_shape((n_rows, *region.shape[1:])) if region.shape else None
+            if shape is None or not region.is_contiguous or region.offset != record.offset:
+                raise ShapeError("only a whole region with at least one dimension can be extended")
+            if shape[0] < region.shape[0] or region.nbytes != record.nbytes:
+                raise ShapeError(
+                    f"extend takes the new number of rows of the whole region, at least {region.shape[0]}, "
+                    f"not {n_rows}",
+                    shape=shape,
+                )
+            if stack is not self._low or slot != len(stack.serials) - 1:
+                raise CheckpointError(
+                    f"{region._describe()} cannot be extended: it is not the last region of the low end"
+                )
+            if stack.marked >= region._serial:
+                raise CheckpointError(
+                    f"{region._describe()} cannot be extended: a checkpoint was taken behind it"
+                )
+            if not record.nbytes:
+                raise ShapeError("an empty region has no place yet; allocate one that has bytes")
+            try:
+                nbytes = _bump.nbytes_of(shape, region.dtype.itemsize)
+            except OverflowError:
+                raise ShapeError(f"shape {shape} has more than 2**63 - 1 bytes", shape=shape) from None
+            stop = record.offset + nbytes
+            if stop > self._high.top:
+                raise self._out_of_memory(stack, nbytes - record.nbytes, stack.top, region.label)
+            new_top = min(stop + self._guard, self._high.top)
+            if self._hooks:
+                take = Take(
+                    stack, slot, record.offset, nbytes, stack.top, new_top, shape,
+                    region.dtype, 1, region.label, True,
+                )  # fmt: skip
+                for hook in self._hooks:
+                    hook.before_take(take)
+            stack.records[slot] = Record(record.offset, nbytes, record.label, new_top)
+            stack.top = new_top
+            stack.used += nbytes - record.nbytes
+            for hook in self._hooks:
+                hook.extended(stack, slot, record)
+            layout = Layout(record.offset, shape, _bump.contiguous_strides(shape, region.dtype.itemsize))
+            return Region(region._origin, layout, region.dtype)

@@ -1,0 +1,206 @@
+"""Poison, guard zones and call sites: what debug mode writes and looks at."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpuarena._stack import Drop, Hook, Record, Stack, Take
+from gpuarena.debug import GUARD, POISON, Debug
+from gpuarena.errors import ArenaError, CorruptionError, CorruptionWarning
+
+if TYPE_CHECKING:
+    from gpuarena.arena import Arena
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
+
+def call_site() -> str:
+    """Return file and line of the innermost caller outside of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _Gap(NamedTuple):
+    """Bytes beside a region that nobody may write."""
+
+    start: int
+    stop: int
+    where: str
+
+
+class _Watched(NamedTuple):
+    """A region, as the messages describe it, and its gaps."""
+
+    what: str
+    site: str
+    nbytes: int
+    gaps: list[_Gap]
+
+
+class Checks(Hook):
+    """Keeps a pattern in the bytes that belong to no region, and looks whether it is still there."""
+
+    def __init__(self, arena: Arena, settings: Debug) -> None:
+        self._arena = weakref.proxy(arena)
+        self._call_sites = settings.call_sites
+        self._poison = settings.poison and not settings.separate
+        self._guards = not settings.separate
+        self._watched: dict[tuple[str, int], _Watched] = {}
+        # Free memory that was poisoned: from the low end's pointer up to here, and from here to the high end's.
+        self._low_stop = 0
+        self._high_start = arena.capacity
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def before_take(self, take: Take) -> None:
+        """Raise if somebody wrote to memory that was given back and is about to be handed out."""
+        if self._poison:
+            found = self._written_after(take.offset, take.offset + take.nbytes)
+            if found:
+                raise _error(found)
+
+    def after_take(self, take: Take) -> None:
+        """Poison the region unless it has contents, and draw its guard zones."""
+        backend, stop = self._arena._backend, take.offset + take.nbytes
+        if take.nbytes and self._poison and not take.filled:
+            backend.fill_bytes(take.offset, stop, POISON)
+        label = f" {take.label!r}" if take.label else ""
+        site = call_site() if self._call_sites else ""
+        what = f"region{label} {take.dtype}{list(take.shape)} at offset {take.offset}"
+        if site:
+            what += f", allocated at {site}"
+        gaps = []
+        if take.nbytes and self._guards:
+            gaps = self._gaps_of(take, stop)
+            for gap in gaps:
+                backend.fill_bytes(gap.start, gap.stop, GUARD)
+        self._watched[take.stack.side, take.slot] = _Watched(what, site, take.nbytes, gaps)
+
+    @staticmethod
+    def _gaps_of(take: Take, stop: int) -> list[_Gap]:
+        if take.stack.side == "low":
+            gaps = [_Gap(take.old_top, take.offset, "before"), _Gap(stop, take.new_top, "behind")]
+        else:
+            gaps = [_Gap(stop, take.old_top, "behind")]
+        return [gap for gap in gaps if gap.stop > gap.start]
+
+    def extended(self, stack: Stack, slot: int, old: Record) -> None:
+        """Poison the new bytes, and move the guard zone behind them."""
+        backend, record = self._arena._backend, stack.records[slot]
+        what, site, _, gaps = self._watched[stack.side, slot]
+        old_stop, stop = old.offset + old.nbytes, record.offset + record.nbytes
+        if self._poison and stop > old_stop:
+            backend.fill_bytes(old_stop, stop, POISON)
+        gaps = [gap for gap in gaps if gap.where == "before"]
+        if self._guards and record.top > stop:
+            backend.fill_bytes(stop, record.top, GUARD)
+            gaps.append(_Gap(stop, record.top, "behind"))
+        self._watched[stack.side, slot] = _Watched(what, site, record.nbytes, gaps)
+
+    def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
+        """Look at the guard zones of the regions that go."""
+        slots = range(drop.n_live, len(drop.stack.serials))
+        found = self._damage([(drop.stack, slot) for slot in slots])
+        return _error(found) if found else None
+
+    def after_drop(self, drop: Drop) -> None:
+        """Poison what was given back."""
+        for key in [key for key in self._watched if key[0] == drop.stack.side and key[1] >= drop.n_live]:
+            del self._watched[key]
+        if self._poison and drop.old_top != drop.new_top:
+            start, stop = sorted((drop.old_top, drop.new_top))
+            self._arena._backend.fill_bytes(start, stop, POISON)
+            if drop.stack.side == "low":
+                self._low_stop = max(self._low_stop, stop)
+            else:
+                self._high_start = min(self._high_start, start)
+
+    def spilling(self, stack: Stack, n_live: int) -> Any:
+        """Return what is known of the regions; the guard zones' bytes go to the host and back with them."""
+        return {
+            key: value for key, value in self._watched.items() if key[0] == stack.side and key[1] >= n_live
+        }
+
+    def restored(self, stack: Stack, n_live: int, known: Any) -> None:
+        """Watch the regions again."""
+        self._watched.update(known)
+
+    def check(self) -> ArenaError | None:
+        """Look at all guard zones and all poisoned memory."""
+        found = self._everything()
+        return _error(found) if found else None
+
+    def closing(self) -> Warning | None:
+        """Look at everything for the last time."""
+        found = self._everything()
+        return CorruptionWarning(str(_error(found))) if found else None
+
+    def _is_capturing(self) -> bool:
+        probe = self._arena._is_capturing
+        return probe is not None and bool(probe())
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def site_of(self, side: str, slot: int) -> str:
+        """Return where the region of a live slot was allocated; empty if that is not remembered."""
+        return self._watched[side, slot].site
+
+    def _everything(self) -> list[tuple[int, str]]:
+        arena = self._arena
+        live = [(stack, slot) for stack in (arena._low, arena._high) for slot in range(len(stack.serials))]
+        found = self._damage(live)
+        if self._poison:
+            found += self._written_after(arena._low.top, arena._high.top)
+        return found
+
+    def _damage(self, slots: list[tuple[Stack, int]]) -> list[tuple[int, str]]:
+        """Return where the guard zones of these slots are damaged, and mend them; and what was resized."""
+        backend, tracker = self._arena._backend, self._arena._tracker
+        found: list[tuple[int, str]] = []
+        if self._is_capturing():
+            return found  # the host may not wait now
+        for stack, slot in slots:
+            watched = self._watched.get((stack.side, slot))
+            if watched is None:
+                continue
+            for gap in watched.gaps:
+                at = backend.find_other(gap.start, gap.stop, GUARD)
+                if at is not None:
+                    found.append((at, f"byte {at}, {gap.where} {watched.what}, was overwritten"))
+                    backend.fill_bytes(gap.start, gap.stop, GUARD)
+            for _, array in tracker.roots_of(stack, slot):
+                if array.nbytes > watched.nbytes:
+                    found.append(
+                        (
+                            stack.records[slot].offset + watched.nbytes,
+                            f"an array of {watched.what} was resized from {watched.nbytes} to {array.nbytes} "
+                            f"bytes, into its neighbour",
+                        )
+                    )
+        return found
+
+    def _written_after(self, start: int, stop: int) -> list[tuple[int, str]]:
+        """Return where free memory from `start` to `stop` is no longer poisoned, and mend it."""
+        backend, arena = self._arena._backend, self._arena
+        low, high = arena._low.top, arena._high.top
+        found: list[tuple[int, str]] = []
+        if self._is_capturing():
+            return found
+        for a, b in ((low, min(self._low_stop, high)), (max(self._high_start, low), high)):
+            a, b = max(a, start), min(b, stop)
+            at = backend.find_other(a, b, POISON) if a < b else None
+            if at is not None:
+                found.append(
+                    (at, f"byte {at} was written after it was given back, by an array that is stale")
+                )
+                backend.fill_bytes(a, b, POISON)
+        return found
+
+
+def _error(found: list[tuple[int, str]]) -> CorruptionError:
+    return CorruptionError("; ".join(text for _, text in found), offsets=[at for at, _ in found])

@@ -1,0 +1,133 @@
+"""One end of an arena: the regions on it in the order they were made, and what watches them come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from gpuarena.dtypes import DType
+    from gpuarena.errors import ArenaError
+
+#: Names of the two ends, as arguments and messages have them.
+SIDES = ("low", "high")
+
+
+class Record(NamedTuple):
+    """What an end remembers of a region: bytes, label, and where the end's pointer stood after it."""
+
+    offset: int
+    nbytes: int
+    label: str | None
+    top: int
+
+
+class Stack:
+    """The live regions of one end.
+
+    A region is live iff ``serials[slot] == serial``: serials are never reused, so a stale handle cannot be
+    revived by a new region in its slot. The three lists always have the same length.
+    """
+
+    __slots__ = ("arrays", "freed", "marked", "records", "serials", "side", "start", "top", "used")
+
+    def __init__(self, side: str, start: int) -> None:
+        self.side = side
+        self.start = start  # where the pointer stands when the end is empty
+        self.top = start  # low: first free byte; high: first byte that is taken
+        self.used = 0  # bytes of the live regions
+        self.freed = 0  # bytes of all regions ever dropped
+        self.marked = -1  # serial of the last region below a checkpoint
+        self.serials: list[int] = []
+        self.records: list[Record] = []
+        self.arrays: list[Any] = []  # root array of the backend's library, made on first use
+
+    def truncate(self, n_live: int) -> None:
+        """Forget the regions from slot `n_live` on."""
+        del self.serials[n_live:], self.records[n_live:], self.arrays[n_live:]
+
+
+class Cause(NamedTuple):
+    """A rollback: which regions it dropped, and the code that called it."""
+
+    side: str
+    n_live: int
+    serial_limit: int
+    text: str
+    code: CodeType
+    instruction: int
+
+    def __str__(self) -> str:
+        line = next(
+            (line for start, stop, line in self.code.co_lines() if start <= self.instruction < stop), None
+        )
+        return f"{self.text} at {self.code.co_filename}:{line or self.code.co_firstlineno}"
+
+
+@dataclass(slots=True)
+class Take:
+    """A region that is about to be taken, or was; sizes in bytes."""
+
+    stack: Stack
+    slot: int
+    offset: int
+    nbytes: int
+    old_top: int
+    new_top: int
+    shape: tuple[int, ...]
+    dtype: DType
+    align: int
+    label: str | None
+    filled: bool
+
+
+@dataclass(slots=True)
+class Drop:
+    """Regions that are about to be dropped, or were: those from slot `n_live` on; sizes in bytes."""
+
+    stack: Stack
+    n_live: int
+    old_top: int
+    new_top: int
+    cause: Cause
+    leaving: bool
+    """Whether a scope ends, which restores its state whatever is found."""
+
+
+class Hook:
+    """Sees what an arena does, under its lock; a subclass overrides what it needs."""
+
+    def before_take(self, take: Take) -> None:
+        """May raise, having changed nothing that shows."""
+
+    def after_take(self, take: Take) -> None:
+        """The region is live; must not raise."""
+
+    def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
+        """May raise, having changed nothing; or return what to raise, or to warn of, when the rollback is done."""
+        return None
+
+    def after_drop(self, drop: Drop) -> None:
+        """The regions are stale; must not raise."""
+
+    def failed(self, stack: Stack, nbytes: int, align: int, label: str | None) -> None:
+        """A request did not fit."""
+
+    def extended(self, stack: Stack, slot: int, old: Record) -> None:
+        """The last region was grown in place."""
+
+    def spilling(self, stack: Stack, n_live: int) -> Any:
+        """The regions from slot `n_live` on go to the host; return what `restored` needs."""
+
+    def restored(self, stack: Stack, n_live: int, known: Any) -> None:
+        """They are back."""
+
+    def check(self) -> ArenaError | None:
+        """Return what `Arena.check` is to raise."""
+        return None
+
+    def closing(self) -> Warning | None:
+        """The arena is about to be closed; return what to warn of."""
+        return None

@@ -1,0 +1,235 @@
+"""What an arena is made of, and what all its parts need."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+from gpuarena import _bump, _fork, _messages, backends
+from gpuarena._stack import Cause, Hook, Stack
+from gpuarena.checkpoint import Scope
+from gpuarena.debug import Debug
+from gpuarena.errors import AlignmentError, ArenaError, ArgumentError, ArgumentTypeError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from gpuarena._allocation import Request
+    from gpuarena._checks import Checks
+    from gpuarena._dependents import Dependents
+    from gpuarena._pins import Pins
+    from gpuarena._streams import StreamOrder
+    from gpuarena._tracking import Tracker
+    from gpuarena.arena import Arena
+    from gpuarena.region import Region
+
+#: Rollbacks remembered for the messages about stale regions.
+N_REMEMBERED = 256
+
+
+class State:
+    """The fields of an arena; `Arena` is this, with positions, allocation and the rest on top.
+
+    The lock is held by every method that reads or writes more than one field.
+    """
+
+    name: str | None
+    capacity: int
+    address: int
+    alignment: int
+    device: str
+
+    def _setup(
+        self,
+        backend: backends.Backend,
+        alignment: int,
+        name: str | None,
+        debug: Debug | None,
+        stream: Any = None,
+        parent: Region | None = None,
+    ) -> None:
+        self._backend = backend
+        self._parent = parent
+        # A child shares the lock, because its parent's rollback ends it.
+        self._lock: Any = threading.RLock() if parent is None else parent._arena._lock
+        self._token = object()
+        self._closed = False
+        self._forked = False
+        self._cause_of_death: Cause | None = None
+        self.name = name
+        self.capacity = backend.nbytes
+        self.address = backend.address
+        self.alignment = alignment
+        self.device = backend.device
+        self._low = Stack("low", 0)
+        self._high = Stack("high", backend.nbytes)
+        self._foreign: dict[tuple[str, int], dict[str, Any]] = {}  # root arrays of other libraries
+        self._requests: dict[int, Request] = {}
+        self._prototypes: dict[int, Any] = {}
+        self._next_serial = 0
+        self._epoch = 0
+        self._scopes: list[Scope] = []
+        self._causes: deque[Cause] = deque(maxlen=N_REMEMBERED)
+        self._forgotten_limit = 0  # serial_limit of the last cause that is no longer remembered
+        self._peak = 0
+        self._peak_used = 0
+        self._peak_regions = 0
+        self._n_failed = 0
+        self._guard = 0  # bytes kept free after each region
+        self._strict = False
+        self._tracker: Tracker | None = (
+            None  # keeps native arrays by weak reference, where it matters who holds them
+        )
+        self._order: StreamOrder | None = None
+        self._pins: Pins | None = None
+        self._dependents: Dependents | None = None
+        self._checks: Checks | None = None
+        # While there are hooks every call takes the long way; the short one of allocation knows nothing of them.
+        self._hooks: list[Hook] = []
+        self._drop_hooks: list[Hook] = []  # those that care for rollbacks only, asked first
+        self._is_capturing: Any = None
+        self._debug_settings = debug
+        if backend.streams is not None:
+            from gpuarena._streams import StreamOrder
+
+            self._order = StreamOrder(self._whole(), backend.streams, stream)
+            self._drop_hooks.append(self._order)
+            self._is_capturing = self._order.is_capturing
+        elif stream is not None:
+            raise ArgumentError(f"stream: the memory of {backend.name} on {backend.device} has no streams")
+        parent_tracks = parent is not None and parent._arena._tracker is not None
+        if backend.growable or debug is not None or parent_tracks:
+            from gpuarena._growth import Growth, Separation
+            from gpuarena._tracking import Tracker
+
+            self._tracker = Tracker(self._whole())
+            self._hooks.append(self._tracker)
+            if debug is not None:
+                self._tracker.on_live_arrays = debug.on_live_arrays
+            if backend.growable:
+                self._hooks.append(Growth(self._whole()))
+        if debug is not None:
+            from gpuarena._checks import Checks
+            from gpuarena.backends.separate import SeparateBackend
+
+            if isinstance(backend, SeparateBackend):
+                self._hooks.append(Separation(self._whole(), backend))
+            self._strict = debug.strict
+            self._guard = 0 if debug.separate else debug.guard
+            self._checks = Checks(self._whole(), debug)
+            self._hooks.append(self._checks)
+        _fork.register(self._whole())
+
+    def _commit(self, stop: int) -> None:
+        """Back the bytes up to `stop` with memory, where the backend grows."""
+        if self._backend.growable and stop > self._backend.committed:
+            self._backend.commit(stop)
+
+    def _note_peaks(self) -> None:
+        """Take the high-water marks, which only ever move between two rollbacks in one direction."""
+        low, high = self._low, self._high
+        self._peak = max(self._peak, low.top + self.capacity - high.top)
+        self._peak_used = max(self._peak_used, low.used + high.used)
+        self._peak_regions = max(self._peak_regions, len(low.serials) + len(high.serials))
+
+    def _whole(self) -> Arena:
+        """Return this object as what it always is: an `Arena`."""
+        return cast("Arena", self)
+
+    def _watch(self) -> None:
+        """Note whether a graph is being captured now; the caller holds the lock."""
+        if self._is_capturing is not None and (self._is_capturing() or self._pins is not None):
+            self._pinned().watch(self._is_capturing())
+
+    def _pinned(self) -> Pins:
+        if self._pins is None:
+            from gpuarena._pins import Pins
+
+            self._pins = Pins(self._whole())
+            self._drop_hooks.insert(0, self._pins)  # asked first, because it refuses
+        return self._pins
+
+    def _close(self, cause: Cause | None) -> None:
+        if self._closed:
+            return
+        hooks = (*self._drop_hooks, *self._hooks)
+        warned = [warning for hook in hooks if (warning := hook.closing())]
+        self._note_peaks()
+        self._closed = True
+        self._cause_of_death = cause
+        self._scopes = []
+        for stack in (self._low, self._high):
+            arrays = [array for array in stack.arrays if array is not None]
+            if arrays and cause is not None:  # a child's memory goes to somebody else at once
+                self._backend.invalidate(arrays)
+            stack.truncate(0)
+            stack.freed += stack.used
+            stack.top, stack.used = stack.start, 0
+        if cause is not None:
+            for side, slot in self._foreign:
+                self._invalidate_foreign(self._low if side == "low" else self._high, slot)
+        self._foreign.clear()
+        self._requests.clear()
+        self._prototypes.clear()
+        self._hooks, self._drop_hooks = [], []
+        self._is_capturing = None
+        if not self._forked:
+            self._backend.release()
+        for warning in warned:  # last, because a warning may be turned into an error
+            warnings.warn(warning, stacklevel=3)
+
+    def _root_array(self, region: Region, library: str) -> Any:
+        """Return the root array of a live region in `library`, made on first use; the caller holds the lock."""
+        stack, slot = region._stack, region._slot
+        if library == self._backend.name:
+            if self._tracker is not None:
+                return self._tracker.root(region, self._backend)
+            array = stack.arrays[slot]
+            if array is None:
+                array = stack.arrays[slot] = self._backend.root(region.offset, region.shape, region.dtype)
+            return array
+        arrays = self._foreign.get((stack.side, slot), {})
+        if library not in arrays:
+            viewer = self._backend.viewer(library)
+            viewer.check_dtype(region.dtype)
+            if self._tracker is not None:
+                return self._tracker.root(region, viewer)
+            arrays[library] = viewer.root(region.offset, region.shape, region.dtype)
+            self._foreign[stack.side, slot] = arrays
+        return arrays[library]
+
+    def _invalidate_foreign(self, stack: Stack, slot: int) -> None:
+        """Tell other libraries that the contents of `slot` are no longer what they were; the caller holds the lock."""
+        if self._tracker is not None:
+            for library, array in self._tracker.roots_of(stack, slot):
+                if library != self._backend.name:
+                    self._backend.viewer(library).invalidate([array])
+        for library, array in self._foreign.get((stack.side, slot), {}).items():
+            self._backend.viewer(library).invalidate([array])
+
+    def _closed_error(self, action: str) -> ArenaError:
+        return _messages.closed(self._whole(), action)
+
+    def _out_of_memory(
+        self, stack: Stack, nbytes: int, offset: int, label: str | None, align: int = 1
+    ) -> OutOfMemoryError:
+        self._n_failed += 1
+        for hook in self._hooks:
+            hook.failed(stack, nbytes, align, label)
+        return _messages.out_of_memory(self._whole(), stack, nbytes, offset, label)
+
+
+def parse_alignment(align: Any) -> int:
+    """Return an alignment as an integer of bytes; raise `ArgumentTypeError` or `AlignmentError` if it is none."""
+    if isinstance(align, bool) or not hasattr(align, "__index__"):
+        raise ArgumentTypeError(f"an alignment is an integer of bytes, not {type(align).__name__}")
+    value = align.__index__()
+    if not isinstance(value, int) or not _bump.is_alignment(value):
+        raise AlignmentError(f"alignment {value} is no power of two", align=value)
+    return value
+
+
+def check_text(value: Any, what: str) -> None:
+    """Raise `ArgumentTypeError` unless an argument is a text or None."""
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError(f"{what} must be a text or None, not {type(value).__name__}")

@@ -18,6 +18,10 @@ _CLASSES = {
     "host": ("gpuarena.backends.host", "HostBackend", "numpy"),
     "torch": ("gpuarena.backends.torch", "TorchBackend", "torch"),
     "cupy": ("gpuarena.backends.cupy", "CupyBackend", "cupy"),
+    # addresses that are backed with memory as it is needed
+    "virtual": ("gpuarena.backends.virtual", "VirtualHostBackend", "numpy"),
+    "virtual:torch": ("gpuarena.backends.virtual", "VirtualTorchBackend", "torch"),
+    "virtual:cupy": ("gpuarena.backends.virtual", "VirtualCupyBackend", "cupy"),
 }
 
 

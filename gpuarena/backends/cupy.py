@@ -13,7 +13,8 @@ from gpuarena import backends
 from gpuarena._bump import align_up
 from gpuarena._index import Layout, check_broadcast
 from gpuarena.backends.base import Backend
-from gpuarena.backends.host import as_host_array, out_of_memory
+from gpuarena.backends.cupy_streams import CupyStreams
+from gpuarena.backends.host import HostBackend, as_host_array, out_of_memory
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import ArgumentError, DeviceMismatchError
 
@@ -31,10 +32,18 @@ class CupyBackend(Backend):
         self.address: int = pointer.ptr
         self.nbytes = nbytes
         self._viewers: dict[str, Any] = {}
+        self.survives_fork = False
+        if cupy.is_available():  # without a driver there is nothing to order, but arrays can be made
+            self.streams = CupyStreams(device_id)
 
     @classmethod
-    def allocate(cls, nbytes: int, *, device: Any = None, alignment: int = 256) -> CupyBackend:
-        """Allocate uninitialised memory on `device`: None for the current one, a number, or ``"cuda:1"``."""
+    def allocate(cls, nbytes: int, *, device: Any = None, alignment: int = 256) -> Backend:
+        """Allocate uninitialised memory on `device`: None for the current one, a number, ``"cuda:1"``, ``"pinned"``.
+
+        Pinned memory lies on the host, and its arrays are NumPy's.
+        """
+        if device == "pinned":
+            return _allocate_pinned(nbytes, alignment)
         device_id = _device_id(device)
         try:
             with cupy.cuda.Device(device_id):
@@ -152,6 +161,23 @@ class CupyBackend(Backend):
         """Drop the memory; arrays made of it keep it alive."""
         self._viewers.clear()
         self._pointer = None
+
+
+def _allocate_pinned(nbytes: int, alignment: int) -> HostBackend:
+    import cupyx
+
+    try:
+        raw = cupyx.empty_pinned((nbytes + alignment - 1,), "uint8")
+    except (cupy.cuda.memory.OutOfMemoryError, MemoryError) as error:
+        raise out_of_memory(nbytes, "pinned", error) from error
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if "MemoryAllocation" in str(error):
+            raise out_of_memory(nbytes, "pinned", error) from error
+        raise DeviceMismatchError(f"CuPy cannot pin host memory: {error}", device="pinned") from error
+    start = align_up(raw.ctypes.data, alignment) - raw.ctypes.data
+    backend = HostBackend(raw[start : start + nbytes])
+    backend.survives_fork = False
+    return backend
 
 
 class _Owner:

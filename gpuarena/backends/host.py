@@ -28,6 +28,7 @@ class HostBackend(Backend):
 
     def __init__(self, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self._bytes: Any = buffer  # [nbytes] uint8
+        self._whole: Any = np.ndarray((0,), np.uint8, buffer).base  # what NumPy lets untracked arrays refer to
         self.address: int = buffer.ctypes.data
         self.nbytes: int = buffer.nbytes
         self._viewers: dict[str, Any] = {}
@@ -85,9 +86,13 @@ class HostBackend(Backend):
     def tracked_root(
         self, offset: int, shape: tuple[int, ...], dtype: DType
     ) -> tuple[np.ndarray[Any, Any], Any]:
-        """Return an array over a memoryview of its own, to which every NumPy view of it refers."""
-        owner = memoryview(self._bytes)[offset : offset + math.prod(shape) * dtype.itemsize]
-        return np.ndarray(shape, dtype.numpy, owner), owner
+        """Return an array over an array of its own bytes, to which every NumPy view of it refers.
+
+        The memoryview in between keeps NumPy from referring to the whole buffer instead.
+        """
+        part = memoryview(self._bytes)[offset : offset + math.prod(shape) * dtype.itemsize]
+        owner = np.frombuffer(part, np.uint8)
+        return owner.view(dtype.require_numpy()).reshape(shape), owner
 
     def again(self, prototype: Any) -> np.ndarray[Any, Any]:
         """Return another array on the bytes of a prototype."""
@@ -98,8 +103,8 @@ class HostBackend(Backend):
         """Return an array with the given layout; NumPy checks that it stays inside the buffer."""
         offset, shape, strides = layout
         owner = root.base
-        if type(owner) is memoryview:  # a tracked root: its views refer to the same owner
-            within = offset - (root.__array_interface__["data"][0] - self.address)
+        if owner is not self._whole:  # a tracked root: its views refer to the same owner
+            within = offset - (owner.__array_interface__["data"][0] - self.address)
             if within >= 0 and (within + _span(shape, strides, dtype.itemsize)) <= owner.nbytes:
                 return np.ndarray(shape, dtype.require_numpy(), owner, within, strides)
         return np.ndarray(shape, dtype.require_numpy(), self._bytes, offset, strides)
@@ -149,7 +154,7 @@ class HostBackend(Backend):
     def release(self) -> None:
         """Drop the buffer; arrays made of it keep it alive."""
         self._viewers.clear()
-        self._bytes = None
+        self._bytes = self._whole = None
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:

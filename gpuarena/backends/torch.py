@@ -13,6 +13,7 @@ import torch
 from gpuarena import backends
 from gpuarena._bump import align_up, contiguous_strides
 from gpuarena._index import Layout, check_broadcast
+from gpuarena.backends._torch_storage import guard
 from gpuarena.backends.base import Backend
 from gpuarena.backends.host import out_of_memory
 from gpuarena.dtypes import DType, as_dtype
@@ -53,9 +54,10 @@ class TorchBackend(Backend):
     name = "torch"
     negative_strides = False
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        # buffer: [nbytes] uint8, contiguous
-        self._storage: Any = buffer.untyped_storage()
+    def __init__(self, buffer: torch.Tensor, *, owned: bool = False) -> None:
+        # buffer: [nbytes] uint8, contiguous; owned: nobody else has a tensor of its storage
+        storage = buffer.untyped_storage()
+        self._storage: Any = guard(storage) if owned else storage
         self._device = buffer.device
         self.device = str(buffer.device)
         self.address: int = buffer.data_ptr()
@@ -64,33 +66,44 @@ class TorchBackend(Backend):
         self._host: np.ndarray[Any, Any] | None = None  # the memory, if a storage cannot start where it does
         self._bases: dict[str, torch.Tensor] = {}
         self._viewers: dict[str, Any] = {}
+        self.survives_fork = self._device.type == "cpu" and not buffer.is_pinned()
+        if self._device.type == "cuda":
+            from gpuarena.backends.torch_streams import TorchStreams
+
+            self.streams = TorchStreams(self._device)
 
     @classmethod
     def allocate(cls, nbytes: int, *, device: Any = None, alignment: int = 256) -> TorchBackend:
-        """Allocate uninitialised memory on `device`, torch's default device if None.
+        """Allocate uninitialised memory on `device`, torch's default device if None; ``"pinned"`` is on the host.
 
         The allocation is longer by the alignment, because torch's CPU memory is aligned to 64 bytes only.
         """
         try:
-            where = torch.get_default_device() if device is None else torch.device(device)
+            pinned = device == "pinned"
+            where = torch.device("cpu") if pinned else _device(device)
         except (RuntimeError, TypeError) as error:
             raise ArgumentError(f"device {device!r}: {error}", device=device) from error
         if where.type == "meta":
             raise DeviceMismatchError("the meta device has no memory", device="meta")
+        name = "pinned" if pinned else str(where)
         try:
             with _normal_mode():
-                raw = torch.empty(nbytes + alignment - 1, dtype=torch.uint8, device=where)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise out_of_memory(nbytes, str(where), error) from error
+                if where.type == "cpu" and not pinned:
+                    # NumPy's memory, because torch could move its own: `resize_` grows a storage.
+                    raw = torch.from_numpy(np.empty(nbytes + alignment - 1, np.uint8))
+                else:
+                    raw = torch.empty(
+                        nbytes + alignment - 1, dtype=torch.uint8, device=where, pin_memory=pinned
+                    )
+        except (torch.OutOfMemoryError, MemoryError, ValueError) as error:  # ValueError: NumPy's size limit
+            raise out_of_memory(nbytes, name, error) from error
         except (RuntimeError, AssertionError) as error:
-            # the CPU allocator has no exception type of its own; a missing device raises these two as well
+            # some allocators have no exception type of their own; a missing device raises these two as well
             if "allocate" in str(error) or "Storage size" in str(error):
-                raise out_of_memory(nbytes, str(where), error) from error
-            raise DeviceMismatchError(
-                f"torch cannot use device {str(where)!r}: {error}", device=str(where)
-            ) from error
+                raise out_of_memory(nbytes, name, error) from error
+            raise DeviceMismatchError(f"torch cannot use device {name!r}: {error}", device=name) from error
         start = align_up(raw.data_ptr(), alignment) - raw.data_ptr()
-        return cls(raw[start : start + nbytes])
+        return cls(raw[start : start + nbytes], owned=True)
 
     @classmethod
     def adopt(cls, buffer: torch.Tensor) -> TorchBackend:
@@ -121,7 +134,7 @@ class TorchBackend(Backend):
         """
         skipped = -buffer.ctypes.data % _STORAGE_ALIGNMENT
         with _normal_mode():
-            backend = cls(torch.from_numpy(buffer[skipped:]))
+            backend = cls(torch.from_numpy(buffer[skipped:]), owned=True)
         if skipped:
             backend.address = buffer.ctypes.data
             backend.nbytes = buffer.nbytes
@@ -164,6 +177,7 @@ class TorchBackend(Backend):
             storage = torch.from_numpy(
                 self._host[offset : offset + n_elements * dtype.itemsize]
             ).untyped_storage()
+            guard(storage)
             tensor = torch.empty(0, dtype=dtype.torch)
             tensor.set_(storage, 0, (n_elements,), (1,))
             return tensor.reshape(shape)
@@ -317,6 +331,10 @@ class TorchBackend(Backend):
         self._viewers.clear()
         self._bases.clear()
         self._storage = None
+
+
+def _device(device: Any) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gpuarena import _bump
-from gpuarena._index import Layout, parse_shape
+from gpuarena._index import MAX_DIMS, Layout, parse_shape
 from gpuarena._positions import Positions
 from gpuarena._stack import Record, Stack, Take
 from gpuarena._state import check_text, parse_alignment
@@ -19,16 +19,18 @@ from gpuarena.region import Region
 _N_REPEATS = 256
 
 
-class Request(NamedTuple):
-    """A request at a position that was granted: the same one there again has the same outcome."""
+#: Ways of naming a dtype that are remembered.
+_N_DTYPES = 64
+_new_record = tuple.__new__
 
-    top: int
-    shape: tuple[int, ...]
-    given_dtype: Any
-    align: int | None
-    label: str | None
-    record: Record
-    dtype: DType
+
+def _can_be_remembered(given: Any, dtype: DType) -> bool:
+    """Return whether a way of naming a dtype is hashable and equal to no other: two structures can be."""
+    return given.__hash__ is not None and (dtype.numpy is None or dtype.numpy.names is None)
+
+
+def _all_integers(shape: tuple[Any, ...]) -> bool:
+    return all(type(dim) is int for dim in shape)
 
 
 class Allocation(Positions):
@@ -80,12 +82,13 @@ class Allocation(Positions):
             The arena is closed.
         """
         with self._lock:
-            low = self._low
-            request = self._repeated(shape, dtype, align, label) if side == "low" and fill is None else None
-            if request is not None:
-                serial, slot = self._next_serial, len(low.serials)
-                self._push(low, request.record, None)
-                return Region._root_of(self, low, slot, serial, request.record, request.shape, request.dtype)
+            if fill is None and side == "low" and not self._hooks:
+                granted = self._quick(shape, dtype, align, label)
+                if granted is not None:
+                    record, dims, dt, slot, _ = granted
+                    region = Region._root_of(self, self._low, slot, self._next_serial, record, dims, dt)
+                    self._push(self._low, record, None)
+                    return region
             stack, slot, serial, record, dims, dt, _ = self._allocate(
                 shape, dtype, align, label, side, fill, needs_array=False
             )
@@ -105,17 +108,43 @@ class Allocation(Positions):
         Parameters and errors as for `alloc`.
         """
         with self._lock:
-            request = self._repeated(shape, dtype, align, label) if side == "low" else None
-            if request is not None:
+            if side == "low" and not self._hooks:
                 low = self._low
-                slot = len(low.serials)
-                prototype = self._prototypes.get(slot)
-                if prototype is None:
-                    prototype = self._backend.prototype(request.record.offset, request.shape, request.dtype)
-                    self._prototypes[slot] = prototype
-                array = self._backend.again(prototype)
-                self._push(low, request.record, array)
-                return array
+                request = self._requests.get(len(low.serials))
+                if request is not None and (self._is_capturing is None or not self._is_capturing()):
+                    top, dims, given_dtype, given_align, given_label, record, _, prototype = request
+                    if (
+                        dims is shape
+                        and given_dtype is dtype
+                        and given_label is label
+                        and given_align is align
+                        and prototype is not None
+                        and top == low.top
+                        and record[3] <= self._high.top
+                    ):  # what `_quick` and `_push` do, written out: a loop that repeats itself comes here
+                        array = self._backend.again(prototype)
+                        self._next_serial = (serial := self._next_serial) + 1
+                        low.serials.append(serial)
+                        low.records.append(record)
+                        low.arrays.append(array)
+                        low.top = record[3]
+                        low.used += record[1]
+                        return array
+                granted = self._quick(shape, dtype, align, label)
+                if granted is not None:
+                    record, dims, dt, slot, repeated = granted
+                    backend = self._backend
+                    if not repeated:  # most requests are not, so nothing is prepared for the next time
+                        array = backend.root(record[0], dims, dt)
+                    else:
+                        request = self._requests[slot]
+                        prototype = request[-1]
+                        if prototype is None:
+                            prototype = backend.prototype(record[0], dims, dt)
+                            self._requests[slot] = (*request[:-1], prototype)
+                        array = backend.again(prototype)
+                    self._push(low, record, array)
+                    return array
             return self._allocate(shape, dtype, align, label, side, None, needs_array=True)[-1]
 
     def zeros(
@@ -152,34 +181,56 @@ class Allocation(Positions):
             values = np.asarray(values)
         return self.alloc(tuple(values.shape), values.dtype, align=align, fill=values, label=label, side=side)
 
-    def _repeated(self, shape: Any, dtype: Any, align: Any, label: Any) -> Request | None:
-        """Return the same request as the last one at this position, if this is it and it fits again.
+    def _quick(
+        self, shape: Any, dtype: Any, align: Any, label: Any
+    ) -> tuple[Record, tuple[int, ...], DType, int, bool] | None:
+        """Return where an ordinary request goes, and whether it is the last one of its slot again.
 
-        Nothing is compared by value that could be equal to something invalid: True equals 1.
+        None means the long way, which also says what is wrong.
+
+        The same request as the last one in this slot, at the same position, has the same outcome. Nothing is
+        compared by value that could be equal to something invalid: True equals 1.
         """
-        request = self._requests.get(len(self._low.serials))
-        if request is None:
+        if self._is_capturing is not None and self._is_capturing():
             return None
-        top, dims, given_dtype, given_align, given_label, record, _ = request
-        if (
-            given_dtype is not dtype
-            or top != self._low.top
-            or given_align is not align
-            or given_label is not label
-            or self._hooks
-        ):
+        low = self._low
+        slot, top, limit = len(low.serials), low.top, self._high.top
+        request = self._requests.get(slot)
+        if request is not None:
+            given_top, dims, given_dtype, given_align, given_label, record, dt, _ = request
+            if (
+                given_dtype is dtype
+                and given_top == top
+                and given_align is align
+                and given_label is label
+                and record[3] <= limit
+                and (dims is shape or (type(shape) is tuple and dims == shape and _all_integers(shape)))
+            ):
+                return record, dims, dt, slot, True
+        if align is not None or type(shape) is not tuple or not (label is None or type(label) is str):
             return None
-        if dims is not shape:
-            if type(shape) is int:
-                shape = (shape,)
-            if type(shape) is not tuple or dims != shape:
+        try:
+            known = self._dtypes.get(dtype)
+        except TypeError:  # not hashable
+            return None
+        if known is None:
+            return None
+        dt, nbytes, alignment = known
+        for dim in shape:
+            if type(dim) is not int or dim <= 0:
                 return None
-            for dim in shape:
-                if type(dim) is not int:
-                    return None
-        if record[3] > self._high.top or (self._is_capturing is not None and self._is_capturing()):
+            nbytes *= dim
+        if len(shape) > MAX_DIMS:
             return None
-        return request
+        base = self.address
+        offset = ((base + top + alignment - 1) & -alignment) - base
+        stop = offset + nbytes
+        if stop > limit:  # of a size that wraps elsewhere, too
+            return None
+        record = _new_record(Record, (offset, nbytes, label, stop))
+        if slot < _N_REPEATS:
+            self._requests[slot] = top, shape, dtype, align, label, record, dt, None
+        return record, shape, dt, slot, False
 
     def _push(self, stack: Stack, record: Record, array: Any) -> None:
         """Take a region; the caller holds the lock."""
@@ -224,9 +275,8 @@ class Allocation(Positions):
             elif needs_array:
                 array = self._new_root(stack, slot, offset, dims, dt)
             record = Record(offset, nbytes, label, new_top)
-            if take is None and slot < _N_REPEATS and side == "low" and fill is None:
-                self._requests[slot] = Request(stack.top, dims, dtype, align, label, record, dt)
-                self._prototypes.pop(slot, None)
+            if take is None and _can_be_remembered(dtype, dt) and len(self._dtypes) < _N_DTYPES:
+                self._dtypes[dtype] = dt, dt.itemsize, max(self.alignment, dt.alignment)
             serial = self._next_serial  # reading the contents may have used some
             self._push(stack, record, None if self._tracker is not None else array)
             if take is not None:

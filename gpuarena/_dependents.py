@@ -106,6 +106,8 @@ def dependents_of(arena: Arena) -> Dependents:
     if arena._dependents is None:
         arena._dependents = Dependents(arena)
         arena._drop_hooks.append(arena._dependents)
+        if arena._order is not None:
+            arena._order.attend()  # a child may be used on other streams
     return arena._dependents
 
 

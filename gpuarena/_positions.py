@@ -8,10 +8,12 @@ from types import FrameType
 from typing import Any
 
 from gpuarena import _messages
-from gpuarena._stack import SIDES, Cause, Drop
+from gpuarena._stack import SIDES, Cause, Drop, Stack
 from gpuarena._state import N_REMEMBERED, State, check_text
 from gpuarena.checkpoint import Checkpoint, Scope
 from gpuarena.errors import ArenaError, ArgumentError, ArgumentTypeError, CheckpointError
+
+_END_OF_UNNAMED = "the end of an unnamed scope"
 
 
 class Positions(State):
@@ -32,8 +34,7 @@ class Positions(State):
                 stack = self._high
             serials = stack.serials
             n_live = len(serials)
-            serial = serials[-1] if n_live else -1
-            stack.marked = serial
+            serial = stack.marked = serials[-1] if n_live else -1
             return Checkpoint(self._token, self._epoch, side, n_live, serial, stack.top, stack.used)
 
     def rollback(self, checkpoint: Checkpoint) -> None:
@@ -61,7 +62,9 @@ class Positions(State):
         """
         with self._lock:
             self._validate(checkpoint, "rollback")
-            self._drop_to(checkpoint, "rollback()", sys._getframe(1))
+            stack = self._low if checkpoint.side == "low" else self._high
+            if len(stack.serials) > checkpoint._n_live:
+                self._drop_to(checkpoint, "rollback()", sys._getframe(1))
 
     def keep(self, checkpoint: Checkpoint) -> None:
         """Give up `checkpoint` without dropping anything; it cannot be rolled back to afterwards.
@@ -117,22 +120,15 @@ class Positions(State):
                 names = ", ".join(map(repr, self._scopes))
                 raise CheckpointError(f"{len(self._scopes)} open: {names}", scopes=tuple(self._scopes))
 
-    def _enter(self, scope: Scope) -> None:
-        with self._lock:
-            scope._checkpoint = self.checkpoint(scope.side)
-            self._scopes.append(scope)
-
     def _exit(self, scope: Scope, frame: FrameType) -> None:
         checkpoint = scope._checkpoint
         assert checkpoint is not None, "a scope that was entered has a checkpoint"
         with self._lock:
-            known, inner = False, []
             scopes = self._scopes
-            if scopes and scopes[-1] is scope:  # in good order
+            inner: list[Scope] = []
+            if known := bool(scopes) and scopes[-1] is scope:  # in good order
                 scopes.pop()
-                known = True
-            elif scope in scopes:
-                known = True
+            elif known := scope in scopes:
                 at = scopes.index(scope)
                 # The ends are apart: a scope of the other end is not inside this one.
                 inner = [other for other in scopes[at + 1 :] if other.side == scope.side]
@@ -142,7 +138,10 @@ class Positions(State):
                 raise CheckpointError(
                     f"{scope!r} was closed out of order: a scope around it was closed before it"
                 )
-            self._drop_to(checkpoint, f"the end of {scope!r}", frame, leaving=True)
+            stack = self._low if checkpoint.side == "low" else self._high
+            if len(stack.serials) > checkpoint._n_live:
+                cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
+                self._drop_to(checkpoint, cause, frame, leaving=True)
             if inner:
                 names = ", ".join(map(repr, inner))
                 raise CheckpointError(
@@ -175,14 +174,19 @@ class Positions(State):
         leaving: bool = False,
     ) -> None:
         """Restore the state of valid checkpoints, one of each end; the caller holds the lock."""
-        if self._is_capturing is not None or self._pins is not None:
-            self._watch()
+        if not self._hooks and not self._drop_hooks and also is None:
+            stack = self._low if checkpoint.side == "low" else self._high
+            if len(stack.serials) > checkpoint._n_live:
+                self._note_peaks()
+                self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
+            return
+        self._watch()
         drops = []
         for target in (checkpoint,) if also is None else (checkpoint, also):
             stack = self._low if target.side == "low" else self._high
             n_live = target._n_live
             if len(stack.serials) > n_live:
-                why = Cause(stack.side, n_live, self._next_serial, cause, frame.f_code, frame.f_lasti)
+                why = self._cause(target, cause, frame)
                 drops.append((Drop(stack, n_live, stack.top, target.top, why, leaving), target))
         if not drops:
             return
@@ -190,21 +194,7 @@ class Positions(State):
         reports = [report for drop, _ in drops for hook in hooks if (report := hook.before_drop(drop))]
         self._note_peaks()
         for drop, target in drops:
-            stack, n_live = drop.stack, drop.n_live
-            dropped = [array for array in stack.arrays[n_live:] if array is not None]
-            if dropped:
-                self._backend.invalidate(dropped)
-            if self._foreign:
-                for slot in range(n_live, len(stack.serials)):
-                    self._invalidate_foreign(stack, slot)
-                    self._foreign.pop((stack.side, slot), None)
-            if len(self._causes) == N_REMEMBERED:
-                self._forgotten_limit = self._causes[0].serial_limit
-            self._causes.append(drop.cause)
-            stack.truncate(n_live)
-            stack.freed += stack.used - target._used
-            stack.top = target.top
-            stack.used = target._used
+            self._drop(drop.stack, target, drop.cause)
             for hook in hooks:
                 hook.after_drop(drop)
         for report in reports:
@@ -213,6 +203,30 @@ class Positions(State):
         for report in reports:
             if isinstance(report, ArenaError):
                 raise report
+
+    def _cause(self, target: Checkpoint, text: str, frame: FrameType) -> Cause:
+        values = target.side, target._n_live, self._next_serial, text, frame.f_code, frame.f_lasti
+        return tuple.__new__(Cause, values)  # a third of the time of Cause(...)
+
+    def _drop(self, stack: Stack, target: Checkpoint, cause: Cause) -> None:
+        """Bring one end back to a valid checkpoint."""
+        n_live = target._n_live
+        dropped = [array for array in stack.arrays[n_live:] if array is not None]
+        if dropped:
+            self._backend.invalidate(dropped)
+        if self._foreign:
+            for slot in range(n_live, len(stack.serials)):
+                self._invalidate_foreign(stack, slot)
+                self._foreign.pop((stack.side, slot), None)
+        causes = self._causes
+        if len(causes) == N_REMEMBERED:
+            self._forgotten_limit = causes[0].serial_limit
+        causes.append(cause)
+        del stack.serials[n_live:], stack.records[n_live:], stack.arrays[n_live:]
+        used = target._used
+        stack.freed += stack.used - used
+        stack.used = used
+        stack.top = target.top
 
     def _position(self, side: str, n_live: int) -> Checkpoint:
         """Return the checkpoint that would have been taken when an end held its first `n_live` regions."""

@@ -60,6 +60,7 @@ class Cause(NamedTuple):
     instruction: int
 
     def __str__(self) -> str:
+        # Only needed for a message, so the line is looked up here and not at every rollback.
         line = next(
             (line for start, stop, line in self.code.co_lines() if start <= self.instruction < stop), None
         )

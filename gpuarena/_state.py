@@ -8,23 +8,28 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, cast
 
 from gpuarena import _bump, _fork, _messages, backends
-from gpuarena._stack import Cause, Hook, Stack
+from gpuarena._stack import Cause, Hook, Record, Stack
 from gpuarena.checkpoint import Scope
 from gpuarena.debug import Debug
 from gpuarena.errors import AlignmentError, ArenaError, ArgumentError, ArgumentTypeError, OutOfMemoryError
 
 if TYPE_CHECKING:
-    from gpuarena._allocation import Request
     from gpuarena._checks import Checks
     from gpuarena._dependents import Dependents
     from gpuarena._pins import Pins
     from gpuarena._streams import StreamOrder
     from gpuarena._tracking import Tracker
     from gpuarena.arena import Arena
+    from gpuarena.dtypes import DType
     from gpuarena.region import Region
 
 #: Rollbacks remembered for the messages about stale regions.
 N_REMEMBERED = 256
+
+
+#: Pointer; shape, dtype, alignment and label as given; the record that was made, the dtype, and an array for
+#: `Backend.again`, once it was asked for twice.
+Request = tuple[int, tuple[int, ...], Any, Any, "str | None", Record, "DType", Any]
 
 
 class State:
@@ -64,8 +69,10 @@ class State:
         self._low = Stack("low", 0)
         self._high = Stack("high", backend.nbytes)
         self._foreign: dict[tuple[str, int], dict[str, Any]] = {}  # root arrays of other libraries
-        self._requests: dict[int, Request] = {}
-        self._prototypes: dict[int, Any] = {}
+        self._requests: dict[int, Request] = {}  # the last request in each slot, and what was granted
+        self._dtypes: dict[
+            Any, tuple[DType, int, int]
+        ] = {}  # dtype as given: itself, bytes, alignment of regions
         self._next_serial = 0
         self._epoch = 0
         self._scopes: list[Scope] = []
@@ -93,7 +100,6 @@ class State:
             from gpuarena._streams import StreamOrder
 
             self._order = StreamOrder(self._whole(), backend.streams, stream)
-            self._drop_hooks.append(self._order)
             self._is_capturing = self._order.is_capturing
         elif stream is not None:
             raise ArgumentError(f"stream: the memory of {backend.name} on {backend.device} has no streams")
@@ -128,9 +134,12 @@ class State:
     def _note_peaks(self) -> None:
         """Take the high-water marks, which only ever move between two rollbacks in one direction."""
         low, high = self._low, self._high
-        self._peak = max(self._peak, low.top + self.capacity - high.top)
-        self._peak_used = max(self._peak_used, low.used + high.used)
-        self._peak_regions = max(self._peak_regions, len(low.serials) + len(high.serials))
+        if (taken := low.top + self.capacity - high.top) > self._peak:
+            self._peak = taken
+        if (used := low.used + high.used) > self._peak_used:
+            self._peak_used = used
+        if (n_regions := len(low.serials) + len(high.serials)) > self._peak_regions:
+            self._peak_regions = n_regions
 
     def _whole(self) -> Arena:
         """Return this object as what it always is: an `Arena`."""
@@ -170,7 +179,7 @@ class State:
                 self._invalidate_foreign(self._low if side == "low" else self._high, slot)
         self._foreign.clear()
         self._requests.clear()
-        self._prototypes.clear()
+        self._dtypes.clear()
         self._hooks, self._drop_hooks = [], []
         self._is_capturing = None
         if not self._forked:

@@ -69,8 +69,14 @@ class StreamOrder(Hook):
             if self._event is None:
                 self._event = streams.record(self.home)
             streams.wait(stream, self._event)
+        self.attend()
         thread = threading.get_ident() if streams.is_thread_bound(stream) else None
         self._uses.setdefault(key, {})[identity] = stream, thread
+
+    def attend(self) -> None:
+        """Take part in the arena's rollbacks from now on; before a second stream appears there is nothing to do."""
+        if self not in self._arena._drop_hooks:
+            self._arena._drop_hooks.append(self)
 
     def before_write(self, side: str, slot: int) -> None:
         """Declare the current stream, on which initial contents are about to be written."""

@@ -61,7 +61,10 @@ class Scope:
         """Take the checkpoint; a scope can be entered once."""
         if self._state != "new":
             raise CheckpointError(f"{self!r} was entered before; make another with arena.scope()")
-        self._arena._enter(self)
+        arena = self._arena
+        with arena._lock:
+            self._checkpoint = arena.checkpoint(self.side)
+            arena._scopes.append(self)
         self._state = "open"
         return self
 

@@ -139,8 +139,9 @@ class Region:
         self._check()
         array = self._array
         if array is None:
-            array = self._make(self._arena._backend.name)
-            if self._arena._tracker is None:  # a tracked array is kept alive by its users only
+            arena = self._arena
+            array = self._make(arena._backend.name)
+            if arena._tracker is None:  # a tracked array is kept alive by its users only
                 self._array = array
         return array
 
@@ -175,7 +176,14 @@ class Region:
         arena, root = self._arena, self._origin
         with arena._lock:
             self._check()  # again, now that no other thread can roll back
-            viewer = arena._backend.viewer(library)
+            backend = arena._backend
+            if self is root and library == backend.name and arena._tracker is None:
+                arrays, slot = self._stack.arrays, self._slot
+                array = arrays[slot]
+                if array is None:
+                    array = arrays[slot] = backend.root(self.offset, self.shape, self.dtype)
+                return array
+            viewer = backend.viewer(library)
             viewer.check_dtype(self.dtype)
             array = arena._root_array(root, library)
             if self is root:

@@ -184,16 +184,23 @@ class TorchBackend(Backend):
 
     def root(self, offset: int, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
         """Return a contiguous tensor with a version counter of its own."""
-        strides = contiguous_strides(shape, 1)  # torch counts elements
         base = self._bases.get(dtype.name)
         if base is None:
             base = self._base(dtype)
-        if 0 in shape:
-            element = 0
-        elif self._start + offset >= 0:
-            element = self._element(self._start + offset, dtype)
-        else:
+        strides = []  # torch counts elements
+        n_elements = 1
+        for dim in reversed(shape):
+            strides.append(n_elements)
+            n_elements *= dim
+        position = self._start + offset
+        element = position // dtype.itemsize
+        if n_elements == 0:
+            element, strides = 0, list(reversed(contiguous_strides(shape, 1)))
+        elif position < 0:
             return self._root_below_storage(offset, shape, dtype)
+        elif element * dtype.itemsize != position:
+            element = self._element(position, dtype)
+        strides.reverse()
         return self.again(torch.as_strided(base, shape, strides, element))
 
     def again(self, prototype: torch.Tensor) -> torch.Tensor:

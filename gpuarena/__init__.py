@@ -6,11 +6,11 @@
 24
 """
 
+from typing import TYPE_CHECKING, Any
+
 from gpuarena import errors
-from gpuarena._pins import Pin
 from gpuarena.arena import Arena
 from gpuarena.checkpoint import Checkpoint, Scope
-from gpuarena.debug import Debug
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import (
     AlignmentError,
@@ -24,14 +24,30 @@ from gpuarena.errors import (
     ShapeError,
     StaleRegionError,
 )
-from gpuarena.frames import Frame, FrameArenas
-from gpuarena.measure import Measure, measure
 from gpuarena.region import Region
-from gpuarena.scratch import Scratch
-from gpuarena.spill import Spill
 from gpuarena.stats import Stats
 
+if TYPE_CHECKING:
+    from gpuarena._pins import Pin
+    from gpuarena.debug import Debug
+    from gpuarena.frames import Frame, FrameArenas
+    from gpuarena.measuring import Measure, measure
+    from gpuarena.scratch import Scratch
+    from gpuarena.spill import Spill
+
 __version__ = "0.1.0"
+
+#: What is imported when it is first asked for, so that `import gpuarena` stays short.
+_LATER = {
+    "Debug": "debug",
+    "Frame": "frames",
+    "FrameArenas": "frames",
+    "Measure": "measuring",
+    "Pin": "_pins",
+    "Scratch": "scratch",
+    "Spill": "spill",
+    "measure": "measuring",
+}
 
 __all__ = [
     "AlignmentError",
@@ -61,3 +77,17 @@ __all__ = [
     "errors",
     "measure",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _LATER:
+        raise AttributeError(f"module 'gpuarena' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"gpuarena.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,6 +21,8 @@ _N_REPEATS = 256
 
 #: Ways of naming a dtype that are remembered.
 _N_DTYPES = 64
+#: In place of an array in a remembered request that came twice: most come once, so nothing is prepared for them.
+_WANTED = object()
 _new_record = tuple.__new__
 
 
@@ -85,7 +87,9 @@ class Allocation(Positions):
             if fill is None and side == "low" and not self._hooks:
                 granted = self._quick(shape, dtype, align, label)
                 if granted is not None:
-                    record, dims, dt, slot, _ = granted
+                    record, dims, dt, slot, repeated = granted
+                    if repeated and self._requests[slot][-1] is None:
+                        self._requests[slot] = (*self._requests[slot][:-1], _WANTED)
                     region = Region._root_of(self, self._low, slot, self._next_serial, record, dims, dt)
                     self._push(self._low, record, None)
                     return region
@@ -119,6 +123,7 @@ class Allocation(Positions):
                         and given_label is label
                         and given_align is align
                         and prototype is not None
+                        and prototype is not _WANTED
                         and top == low.top
                         and record[3] <= self._high.top
                     ):  # what `_quick` and `_push` do, written out: a loop that repeats itself comes here
@@ -133,16 +138,9 @@ class Allocation(Positions):
                 granted = self._quick(shape, dtype, align, label)
                 if granted is not None:
                     record, dims, dt, slot, repeated = granted
-                    backend = self._backend
-                    if not repeated:  # most requests are not, so nothing is prepared for the next time
-                        array = backend.root(record[0], dims, dt)
-                    else:
-                        request = self._requests[slot]
-                        prototype = request[-1]
-                        if prototype is None:
-                            prototype = backend.prototype(record[0], dims, dt)
-                            self._requests[slot] = (*request[:-1], prototype)
-                        array = backend.again(prototype)
+                    if repeated and self._requests[slot][-1] is None:
+                        self._requests[slot] = (*self._requests[slot][:-1], _WANTED)
+                    array = self._again(low, slot, dims, dt, record)
                     self._push(low, record, array)
                     return array
             return self._allocate(shape, dtype, align, label, side, None, needs_array=True)[-1]
@@ -232,6 +230,21 @@ class Allocation(Positions):
             self._requests[slot] = top, shape, dtype, align, label, record, dt, None
         return record, shape, dt, slot, False
 
+    def _again(
+        self, stack: Stack, slot: int, shape: tuple[int, ...], dtype: DType, record: Record | None = None
+    ) -> Any:
+        """Return a root array for a slot, made of the one that a request which repeats itself keeps for that."""
+        if record is None:
+            record = stack.records[slot]
+        request = self._requests.get(slot) if stack is self._low else None
+        if request is None or request[5] is not record or request[-1] is None:
+            return self._backend.root(record[0], shape, dtype)
+        prototype = request[-1]
+        if prototype is _WANTED:
+            prototype = self._backend.prototype(record[0], shape, dtype)
+            self._requests[slot] = (*request[:-1], prototype)
+        return self._backend.again(prototype)
+
     def _push(self, stack: Stack, record: Record, array: Any) -> None:
         """Take a region; the caller holds the lock."""
         self._next_serial = (serial := self._next_serial) + 1
@@ -254,7 +267,7 @@ class Allocation(Positions):
             take = None
             if self._hooks:
                 take = Take(
-                    stack, slot, offset, nbytes, stack.top, new_top, dims, dt, alignment, label,
+                    stack, slot, offset, nbytes, new_top, dims, dt, alignment, label,
                     fill is not None,
                 )  # fmt: skip
                 for hook in self._hooks:
@@ -373,7 +386,7 @@ class Allocation(Positions):
             new_top = min(stop + self._guard, self._high.top)
             if self._hooks:
                 take = Take(
-                    stack, slot, record.offset, nbytes, stack.top, new_top, shape,
+                    stack, slot, record.offset, nbytes, new_top, shape,
                     region.dtype, 1, region.label, True,
                 )  # fmt: skip
                 for hook in self._hooks:

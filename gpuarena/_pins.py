@@ -144,7 +144,7 @@ class Pins(Hook):
             pin._n_live[stack.side] = len(stack.serials)
             label = f"pin {pin.label}" if pin.label else "pin"
             take = Take(
-                stack, len(stack.serials), offset, nbytes, stack.top, peak, (nbytes,),
+                stack, len(stack.serials), offset, nbytes, peak, (nbytes,),
                 as_dtype("uint8"), 1, label, filled=True,
             )  # fmt: skip
             arena._push(stack, Record(offset, nbytes, label, peak), None)

@@ -187,7 +187,7 @@ class Positions(State):
             n_live = target._n_live
             if len(stack.serials) > n_live:
                 why = self._cause(target, cause, frame)
-                drops.append((Drop(stack, n_live, stack.top, target.top, why, leaving), target))
+                drops.append((Drop(stack, n_live, target.top, why, leaving), target))
         if not drops:
             return
         hooks = (*self._drop_hooks, *self._hooks)

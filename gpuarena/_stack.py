@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -67,34 +66,42 @@ class Cause(NamedTuple):
         return f"{self.text} at {self.code.co_filename}:{line or self.code.co_firstlineno}"
 
 
-@dataclass(slots=True)
 class Take:
     """A region that is about to be taken, or was; sizes in bytes."""
 
-    stack: Stack
-    slot: int
-    offset: int
-    nbytes: int
-    old_top: int
-    new_top: int
-    shape: tuple[int, ...]
-    dtype: DType
-    align: int
-    label: str | None
-    filled: bool
+    __slots__ = (
+        "align", "dtype", "filled", "label", "nbytes", "new_top", "offset", "old_top", "shape", "slot", "stack",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        stack: Stack,
+        slot: int,
+        offset: int,
+        nbytes: int,
+        new_top: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        align: int,
+        label: str | None,
+        filled: bool,
+    ) -> None:
+        self.stack, self.slot, self.offset, self.nbytes = stack, slot, offset, nbytes
+        self.old_top, self.new_top = stack.top, new_top
+        self.shape, self.dtype, self.align, self.label, self.filled = shape, dtype, align, label, filled
 
 
-@dataclass(slots=True)
 class Drop:
-    """Regions that are about to be dropped, or were: those from slot `n_live` on; sizes in bytes."""
+    """Regions that are about to be dropped, or were: those from slot `n_live` on; sizes in bytes.
 
-    stack: Stack
-    n_live: int
-    old_top: int
-    new_top: int
-    cause: Cause
-    leaving: bool
-    """Whether a scope ends, which restores its state whatever is found."""
+    `leaving` tells whether a scope ends, which restores its state whatever is found.
+    """
+
+    __slots__ = ("cause", "leaving", "n_live", "new_top", "old_top", "stack")
+
+    def __init__(self, stack: Stack, n_live: int, new_top: int, cause: Cause, leaving: bool) -> None:
+        self.stack, self.n_live, self.cause, self.leaving = stack, n_live, cause, leaving
+        self.old_top, self.new_top = stack.top, new_top
 
 
 class Hook:

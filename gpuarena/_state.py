@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 from gpuarena import _bump, _fork, _messages, backends
 from gpuarena._stack import Cause, Hook, Record, Stack
 from gpuarena.checkpoint import Scope
-from gpuarena.debug import Debug
 from gpuarena.errors import AlignmentError, ArenaError, ArgumentError, ArgumentTypeError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from gpuarena._streams import StreamOrder
     from gpuarena._tracking import Tracker
     from gpuarena.arena import Arena
+    from gpuarena.debug import Debug
     from gpuarena.dtypes import DType
     from gpuarena.region import Region
 
@@ -28,7 +28,7 @@ N_REMEMBERED = 256
 
 
 #: Pointer; shape, dtype, alignment and label as given; the record that was made, the dtype, and an array for
-#: `Backend.again`, once it was asked for twice.
+#: `Backend.again`, which is made when the request has come twice.
 Request = tuple[int, tuple[int, ...], Any, Any, "str | None", Record, "DType", Any]
 
 
@@ -236,6 +236,15 @@ def parse_alignment(align: Any) -> int:
     if not isinstance(value, int) or not _bump.is_alignment(value):
         raise AlignmentError(f"alignment {value} is no power of two", align=value)
     return value
+
+
+def parse_debug(debug: Any) -> Debug | None:
+    """Return the settings for an argument ``debug=``; the module is only needed where there are some."""
+    if debug is None or debug is False:
+        return None
+    from gpuarena.debug import Debug
+
+    return Debug.parse(debug)
 
 
 def check_text(value: Any, what: str) -> None:

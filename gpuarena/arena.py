@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena import _messages, backends
 from gpuarena._allocation import Allocation
-from gpuarena._state import check_text, parse_alignment
+from gpuarena._state import check_text, parse_alignment, parse_debug
 from gpuarena._units import parse_nbytes
 from gpuarena.checkpoint import Checkpoint
-from gpuarena.debug import Debug
 from gpuarena.errors import ArgumentError, refuse_copy
 from gpuarena.stats import Stats
 
 if TYPE_CHECKING:
     from gpuarena._pins import Pin
+    from gpuarena.debug import Debug
     from gpuarena.frames import Frame
     from gpuarena.observe.profile import Profile
     from gpuarena.observe.trace import Trace
@@ -91,7 +91,7 @@ class Arena(Allocation):
         nbytes = parse_nbytes(capacity)
         align = parse_alignment(alignment)
         check_text(name, "name")
-        settings = Debug.parse(debug)
+        settings = parse_debug(debug)
         if settings is not None and settings.separate:
             from gpuarena.backends.separate import SeparateBackend
 
@@ -129,7 +129,7 @@ class Arena(Allocation):
         """
         align = parse_alignment(alignment)
         check_text(name, "name")
-        settings = Debug.parse(debug)
+        settings = parse_debug(debug)
         if settings is not None and settings.separate:
             raise ArgumentError("debug: memory of somebody else cannot be taken apart (separate=True)")
         arena = cls.__new__(cls)

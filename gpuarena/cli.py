@@ -216,9 +216,56 @@ def bench_decode(
         tiny=quick,
         on_length=lambda one: console.print(_decode_table(one, dtype)),
     )
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"written to {json_path}", highlight=False, soft_wrap=True)
+    _write_json(console, json_path, result)
+
+
+@bench_app.command("alloc")
+def bench_alloc(
+    device: Annotated[
+        str | None, typer.Option(help="Default: the GPU if there is one, otherwise the CPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 21,
+    quick: Annotated[bool, typer.Option(help="Few samples, to see that it runs.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Time allocation, rollback and frames against torch.empty, numpy.empty and slicing by hand."""
+    from gpuarena.bench import alloc
+
+    console = Console()
+    result = alloc.run(
+        device=_usable_device(device),
+        rounds=rounds,
+        quick=quick,
+        on_group=lambda group: console.print(_alloc_table(group)),
+    )
+    _write_json(console, json_path, result)
+
+
+def _write_json(console: Console, path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        console.print(f"written to {path}", highlight=False, soft_wrap=True)
+
+
+def _alloc_table(group: dict[str, Any]) -> Table:
+    title = group["title"]
+    if "on_top_of_numpy_s" in group:
+        title += f", {group['on_top_of_numpy_s'] * 1e3:.0f} ms on top of NumPy"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    if group["reference"] is None:
+        table.add_column("bytes", justify="right")
+        for name, row in group["rows"].items():
+            table.add_row(name, f"{row['nbytes']:.0f}")
+        return table
+    for column in ("median, us", "quartiles", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in group["rows"].items():
+        low, high = row["quartiles_s"]
+        table.add_row(
+            name, f"{row['median_s'] * 1e6:.2f}", f"{low * 1e6:.2f} - {high * 1e6:.2f}", f"{row['ratio']:.2f}"
+        )
+    return table
 
 
 def _decode_table(result: dict[str, Any], dtype: str) -> Table:

@@ -181,7 +181,7 @@ class Region:
                 arrays, slot = self._stack.arrays, self._slot
                 array = arrays[slot]
                 if array is None:
-                    array = arrays[slot] = backend.root(self.offset, self.shape, self.dtype)
+                    array = arrays[slot] = arena._again(self._stack, slot, self.shape, self.dtype)
                 return array
             viewer = backend.viewer(library)
             viewer.check_dtype(self.dtype)

@@ -28,7 +28,9 @@ class HostBackend(Backend):
 
     def __init__(self, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self._bytes: Any = buffer  # [nbytes] uint8
-        self._whole: Any = np.ndarray((0,), np.uint8, buffer).base  # what NumPy lets untracked arrays refer to
+        self._whole: Any = np.ndarray(
+            (0,), np.uint8, buffer
+        ).base  # what NumPy lets untracked arrays refer to
         self.address: int = buffer.ctypes.data
         self.nbytes: int = buffer.nbytes
         self._viewers: dict[str, Any] = {}

@@ -1,0 +1,384 @@
+"""What an allocation, a rollback and a frame cost, next to what people use instead.
+
+Every figure is per operation, and each group is timed interleaved in one process, so its ratios mean something on
+a noisy machine. Requests with new shapes and requests that repeat themselves are different groups: caches of all
+kinds, ours included, make the second look good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from gpuarena import Arena
+from gpuarena.bench.harness import Timing, environment, interleave, ratio
+from gpuarena.errors import ArenaError
+
+__all__ = ["WrongMemoryError", "run"]
+
+#: Allocations timed together; a single one is too short for the clock.
+_N = 200
+#: Allocations in a scope that repeats itself.
+_N_IN_SCOPE = 8
+_CAPACITY = "256MiB"
+
+
+class WrongMemoryError(ArenaError, RuntimeError):
+    """A variant gave memory that is not what was asked for, so its time means nothing."""
+
+
+def run(
+    *,
+    device: str = "cpu",
+    rounds: int = 21,
+    quick: bool = False,
+    on_group: Callable[[Any], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Time all groups; return the figures with the machine and the versions, for JSON.
+
+    Parameters
+    ----------
+    device : str
+        ``"cpu"`` or a CUDA device. NumPy's groups run on the CPU only.
+    rounds : int
+        Samples of each variant.
+    quick : bool
+        Few samples and few regions, to see that it runs.
+    on_group : callable, optional
+        Called with each group when it is done.
+    """
+    rounds = min(rounds, 3) if quick else rounds
+    groups = []
+    for group in _groups(device, rounds, quick):
+        groups.append(group)
+        on_group(group)
+    return {"benchmark": "alloc", "environment": environment(device), "rounds": rounds, "groups": groups}
+
+
+def _groups(device: str, rounds: int, quick: bool) -> Iterator[dict[str, Any]]:
+    yield _group(
+        "torch arrays, each time a new shape", _torch_new(device), "torch.empty", rounds, _N, _wait(device)
+    )
+    yield _group(
+        f"torch arrays, {_N_IN_SCOPE} of the same shapes again and again",
+        _torch_repeated(device),
+        "torch.empty",
+        rounds,
+        _N_IN_SCOPE * (_N // _N_IN_SCOPE),
+        _wait(device),
+    )
+    if device == "cpu":
+        yield _group("NumPy arrays, each time a new shape", _numpy_new(), "numpy.empty", rounds, _N)
+    yield _group("buffers of a step", _frame(device), "attribute of a plain object", rounds, _N * 10)
+    yield _group("positions", _positions(), "checkpoint + rollback, 1 region live", rounds, _N)
+    yield _drops(rounds, quick)
+    yield _overhead(1000 if quick else 20000)
+    if device == "cpu":
+        yield _imports(3 if quick else 11)
+
+
+def _group(
+    title: str,
+    variants: Mapping[str, Callable[[], object]],
+    reference: str,
+    rounds: int,
+    n: int,
+    synchronize: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    timings = interleave(variants, rounds=rounds, synchronize=synchronize)
+    return _result(title, timings, reference, n)
+
+
+def _result(title: str, timings: Mapping[str, Timing], reference: str, n: int) -> dict[str, Any]:
+    rows = {}
+    for name, timing in timings.items():
+        low, high = timing.spread
+        rows[name] = {
+            "median_s": timing.median / n,
+            "quartiles_s": [low / n, high / n],
+            "ratio": ratio(timing, timings[reference]),
+        }
+    return {"title": title, "reference": reference, "rows": rows}
+
+
+def _wait(device: str) -> Callable[[], object]:
+    if device == "cpu":
+        return lambda: None
+    import torch
+
+    return torch.cuda.synchronize
+
+
+def _shapes() -> list[list[tuple[int, int]]]:
+    """Return lists of shapes, none of which holds a shape of another: a list a round is a list of new shapes."""
+    return [[(8 + i % 7, 16 + i + _N * number) for i in range(_N)] for number in range(64)]
+
+
+def _check(array: Any, shape: tuple[int, ...]) -> None:
+    if tuple(array.shape) != shape:
+        raise WrongMemoryError(f"asked for {shape}, got {tuple(array.shape)}")
+
+
+def _torch_new(device: str) -> dict[str, Callable[[], object]]:
+    import torch
+
+    arena = Arena(_CAPACITY, backend="torch", device=device)
+    dtype = torch.float32
+    buffer = torch.empty(1 << 26, dtype=torch.uint8, device=device)
+    typed = torch.empty(1 << 24, dtype=dtype, device=device)
+    lists = _shapes()
+
+    def timed(body: Callable[[list[tuple[int, int]]], object]) -> Callable[[], object]:
+        turn = itertools.cycle(lists)
+        return lambda: body(next(turn))
+
+    def empty(shapes: list[tuple[int, int]]) -> None:
+        for shape in shapes:
+            torch.empty(shape, dtype=dtype, device=device)
+
+    def sliced(shapes: list[tuple[int, int]]) -> None:
+        at = 0
+        for rows, columns in shapes:
+            stop = at + rows * columns * 4
+            buffer[at:stop].view(dtype).view(rows, columns)
+            at = (stop + 255) & -256
+
+    def strided(shapes: list[tuple[int, int]]) -> None:
+        for shape in shapes:
+            torch.as_strided(typed, shape, (shape[1], 1), 64)
+
+    def strided_data(shapes: list[tuple[int, int]]) -> None:
+        for shape in shapes:
+            torch.as_strided(typed, shape, (shape[1], 1), 64).data  # noqa: B018 - its making is what is timed
+
+    def arena_empty(shapes: list[tuple[int, int]]) -> None:
+        with arena.scope():
+            for shape in shapes:
+                arena.empty(shape, dtype)
+
+    def alloc_array(shapes: list[tuple[int, int]]) -> None:
+        with arena.scope():
+            for shape in shapes:
+                arena.alloc(shape, dtype).array  # noqa: B018 - its making is what is timed
+
+    _check(arena.empty((3, 5), dtype), (3, 5))
+    _check(arena.alloc((3, 5), dtype).array, (3, 5))
+    arena.reset()
+    return {
+        "torch.empty": timed(empty),
+        "as_strided alone (the floor of any view)": timed(strided),
+        "as_strided(...).data (with a version counter of its own)": timed(strided_data),
+        "a buffer sliced by hand": timed(sliced),
+        "arena.empty": timed(arena_empty),
+        "arena.alloc(...).array": timed(alloc_array),
+    }
+
+
+def _torch_repeated(device: str) -> dict[str, Callable[[], object]]:
+    import torch
+
+    arena = Arena(_CAPACITY, backend="torch", device=device)
+    dtype = torch.float32
+    shapes = [(8, 16 * (i + 1)) for i in range(_N_IN_SCOPE)]
+    prototype = torch.empty(8, 16, dtype=dtype, device=device)
+    repeats = range(_N // _N_IN_SCOPE)
+
+    def empty() -> None:
+        for _ in repeats:
+            for shape in shapes:
+                torch.empty(shape, dtype=dtype, device=device)
+
+    def data() -> None:
+        for _ in repeats:
+            for _shape in shapes:
+                prototype.data  # noqa: B018 - its making is what is timed
+
+    def arena_empty() -> None:
+        for _ in repeats:
+            with arena.scope():
+                for shape in shapes:
+                    arena.empty(shape, dtype)
+
+    def alloc_array() -> None:
+        for _ in repeats:
+            with arena.scope():
+                for shape in shapes:
+                    arena.alloc(shape, dtype).array  # noqa: B018 - its making is what is timed
+
+    def alloc() -> None:
+        for _ in repeats:
+            with arena.scope():
+                for shape in shapes:
+                    arena.alloc(shape, dtype)
+
+    for _ in range(3):
+        with arena.scope():
+            addresses = [arena.empty(shape, dtype).data_ptr() for shape in shapes]
+    if len(set(addresses)) < _N_IN_SCOPE:
+        raise WrongMemoryError("two arrays of a scope have the same address")
+    return {
+        "torch.empty": empty,
+        "tensor.data alone (the floor)": data,
+        "scope + arena.empty": arena_empty,
+        "scope + arena.alloc(...).array": alloc_array,
+        "scope + arena.alloc, no array": alloc,
+    }
+
+
+def _numpy_new() -> dict[str, Callable[[], object]]:
+    arena = Arena(_CAPACITY)
+    lists = _shapes()
+    buffer = np.empty(1 << 26, np.uint8)
+    turn = {name: itertools.cycle(lists) for name in ("empty", "view", "arena", "alloc")}
+
+    def empty() -> None:
+        for shape in next(turn["empty"]):
+            np.empty(shape, np.float32)
+
+    def view() -> None:
+        for shape in next(turn["view"]):
+            np.ndarray(shape, np.float32, buffer, 256)
+
+    def arena_empty() -> None:
+        with arena.scope():
+            for shape in next(turn["arena"]):
+                arena.empty(shape, "float32")
+
+    def alloc_array() -> None:
+        with arena.scope():
+            for shape in next(turn["alloc"]):
+                arena.alloc(shape, "float32").array  # noqa: B018 - its making is what is timed
+
+    return {
+        "numpy.empty": empty,
+        "numpy.ndarray(buffer=...) (the floor)": view,
+        "arena.empty": arena_empty,
+        "arena.alloc(...).array": alloc_array,
+    }
+
+
+class _Plain:
+    q: Any
+
+
+def _frame(device: str) -> dict[str, Callable[[], object]]:
+    arena = Arena("1MiB", backend="torch", device=device)
+    frame = arena.frame(q=((8, 16), "float32"))
+    region = arena.alloc((8, 16), "float32")
+    plain = _Plain()
+    plain.q = region.array
+    n = range(_N * 10)
+
+    def attribute() -> None:
+        for _ in n:
+            plain.q  # noqa: B018 - the access is what is timed
+
+    def of_frame() -> None:
+        for _ in n:
+            frame.q  # noqa: B018 - the access is what is timed
+
+    def of_region() -> None:
+        for _ in n:
+            region.array  # noqa: B018 - the access is what is timed
+
+    return {
+        "attribute of a plain object": attribute,
+        "frame.q": of_frame,
+        "region.array, made before (checked)": of_region,
+    }
+
+
+def _positions() -> dict[str, Callable[[], object]]:
+    variants: dict[str, Callable[[], object]] = {}
+    for n_live in (1, 1000, 100_000):
+        arena = Arena("64MiB", alignment=1)
+        for _ in range(n_live):
+            arena.alloc(1, "uint8")
+
+        def body(arena: Arena = arena) -> None:
+            for _ in range(_N):
+                arena.rollback(arena.checkpoint())
+
+        variants[f"checkpoint + rollback, {n_live} region{'s' if n_live > 1 else ''} live"] = body
+    arena = Arena("1MiB")
+
+    def scope() -> None:
+        for _ in range(_N):
+            with arena.scope():
+                pass
+
+    variants["an empty scope"] = scope
+    return variants
+
+
+def _drops(rounds: int, quick: bool) -> dict[str, Any]:
+    """Time rollbacks that drop many regions; per region it should not depend on how many."""
+    arena = Arena("64MiB", alignment=1)
+    sizes = (10, 100, 1000) if quick else (10, 1000, 100_000)
+    samples: dict[int, list[float]] = {n: [] for n in sizes}
+    for _ in range(min(rounds, 9)):
+        for n in sizes:
+            repeats = max(1, 1000 // n)
+            taken = 0.0
+            for _ in range(repeats):
+                start = arena.checkpoint()
+                for _ in range(n):
+                    arena.alloc(1, "uint8")
+                began = time.perf_counter()
+                arena.rollback(start)
+                taken += time.perf_counter() - began
+            samples[n].append(taken / repeats / n)
+    timings = {f"{n} regions dropped, each": Timing(tuple(values)) for n, values in samples.items()}
+    return _result("rollback, per region dropped", timings, f"{sizes[0]} regions dropped, each", 1)
+
+
+def _overhead(n: int) -> dict[str, Any]:
+    """Count the bytes of Python objects that a live region costs."""
+    rows = {}
+    for name in ("arena.empty, array not kept", "arena.alloc, region kept"):
+        arena = Arena("64MiB", alignment=1)
+        kept: list[Any] = []
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(n):
+            region = arena.alloc(1, "uint8")
+            if name.startswith("arena.alloc"):
+                kept.append(region)
+        del region
+        rows[name] = {"nbytes": (tracemalloc.get_traced_memory()[0] - before) / n}
+        tracemalloc.stop()
+    rows["arena.alloc, region kept"]["nbytes"] -= 8.0  # the list's own reference
+    return {"title": "Python memory per live region", "reference": None, "rows": rows}
+
+
+def _imports(rounds: int) -> dict[str, Any]:
+    programs = {
+        "import numpy": "import numpy",
+        "import numpy, ml_dtypes": "import numpy, ml_dtypes",
+        "import gpuarena": "import gpuarena",
+    }
+
+    def seconds_of(program: str) -> float:
+        code = f"import time; a = time.perf_counter(); {program}; print(time.perf_counter() - a)"
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        return float(done.stdout)
+
+    samples: dict[str, list[float]] = {name: [] for name in programs}
+    for number in range(rounds + 1):
+        for name, program in programs.items():
+            seconds = seconds_of(program)
+            if number:  # the first one may read from disk
+                samples[name].append(seconds)
+    timings = {name: Timing(tuple(values)) for name, values in samples.items()}
+    result = _result("import", timings, "import numpy", 1)
+    extra = [b - a for a, b in zip(samples["import numpy"], samples["import gpuarena"], strict=True)]
+    result["on_top_of_numpy_s"] = statistics.median(extra)
+    return result

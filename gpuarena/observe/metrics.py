@@ -1,0 +1,101 @@
+"""Arena figures for Prometheus and OpenMetrics."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gpuarena.errors import ArgumentError, ArgumentTypeError, BackendError
+
+if TYPE_CHECKING:
+    from gpuarena.arena import Arena
+
+__all__ = ["ArenaCollector"]
+
+#: Field of `Stats` -> (name of the metric, what it is).
+_GAUGES = {
+    "capacity": ("capacity_bytes", "Bytes of the buffer."),
+    "used": ("used_bytes", "Bytes of the live regions, as requested."),
+    "padding": ("padding_bytes", "Bytes that alignment skipped, and guard zones."),
+    "available": ("available_bytes", "Bytes between the two ends."),
+    "committed": ("committed_bytes", "Bytes that are backed by memory."),
+    "peak": ("peak_bytes", "The most that was taken at a time."),
+    "n_regions": ("regions", "Live regions."),
+    "fragmentation": ("fragmentation_ratio", "The share of what was taken that is padding."),
+}
+_COUNTERS = {
+    "n_allocs_total": ("allocations", "Successful allocations."),
+    "n_failed": ("failed_allocations", "Allocations refused for lack of memory."),
+    "bytes_requested_total": ("requested_bytes", "Bytes of all successful allocations."),
+    "bytes_freed_total": ("freed_bytes", "Bytes of all regions dropped."),
+}
+
+
+class ArenaCollector:
+    """A collector for ``prometheus_client``: register it, and every scrape reads the arenas' figures.
+
+    >>> from prometheus_client import CollectorRegistry, generate_latest
+    >>> from gpuarena import Arena
+    >>> arena = Arena(1024, name="scratch")
+    >>> registry = CollectorRegistry()
+    >>> registry.register(ArenaCollector(arena))
+    >>> b'gpuarena_capacity_bytes{arena="scratch",device="cpu"} 1024.0' in generate_latest(registry)
+    True
+
+    The arenas are referred to weakly; one that is gone or closed is left out. Nothing is counted for this: a
+    scrape takes each arena's lock for the time of one `Arena.stats`.
+
+    Parameters
+    ----------
+    *arenas : Arena
+        Each with a name of its own, which becomes the label ``arena``.
+
+    Raises
+    ------
+    ArgumentTypeError, ArgumentError
+        Something is no arena, has no name, or two have the same name.
+    BackendError
+        prometheus_client is not installed (extra ``metrics``).
+    """
+
+    def __init__(self, *arenas: Arena) -> None:
+        from gpuarena.arena import Arena
+
+        try:
+            from prometheus_client import core
+        except ImportError as error:
+            raise BackendError(
+                "metrics need prometheus_client: pip install 'gpuarena[metrics]'", backend="prometheus_client"
+            ) from error
+        self._core: Any = core
+        for arena in arenas:
+            if not isinstance(arena, Arena):
+                raise ArgumentTypeError(f"metrics are of arenas, not {type(arena).__name__}")
+            if arena.name is None:
+                raise ArgumentError(f"{arena!r} has no name, by which its figures would be told apart")
+        names = [arena.name for arena in arenas]
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"two arenas have the same name: {', '.join(map(repr, names))}")
+        self._arenas = [weakref.ref(arena) for arena in arenas]
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families, as ``prometheus_client`` asks for them."""
+        found = [arena for ref in self._arenas if (arena := ref()) is not None and not arena.closed]
+        stats = [([arena.name or "", arena.device], arena.stats) for arena in found]
+        for fields, kind in (
+            (_GAUGES, self._core.GaugeMetricFamily),
+            (_COUNTERS, self._core.CounterMetricFamily),
+        ):
+            for field, (name, text) in fields.items():
+                family = kind(f"gpuarena_{name}", text, labels=["arena", "device"])
+                for labels, figures in stats:
+                    family.add_metric(labels, getattr(figures, field))
+                yield family
+        by_label = self._core.GaugeMetricFamily(
+            "gpuarena_label_bytes", "Bytes of the live regions by label.", labels=["arena", "device", "label"]
+        )
+        for arena in found:
+            for label, nbytes in arena.by_label().items():
+                by_label.add_metric([arena.name or "", arena.device, label or ""], nbytes)
+        yield by_label

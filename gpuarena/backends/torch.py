@@ -86,15 +86,15 @@ class TorchBackend(Backend):
         if where.type == "meta":
             raise DeviceMismatchError("the meta device has no memory", device="meta")
         name = "pinned" if pinned else str(where)
+        # A whole number of the largest elements: torch.compile's inductor needs that of a storage.
+        total = align_up(nbytes + alignment - 1, _STORAGE_ALIGNMENT)
         try:
             with _normal_mode():
                 if where.type == "cpu" and not pinned:
                     # NumPy's memory, because torch could move its own: `resize_` grows a storage.
-                    raw = torch.from_numpy(np.empty(nbytes + alignment - 1, np.uint8))
+                    raw = torch.from_numpy(np.empty(total, np.uint8))
                 else:
-                    raw = torch.empty(
-                        nbytes + alignment - 1, dtype=torch.uint8, device=where, pin_memory=pinned
-                    )
+                    raw = torch.empty(total, dtype=torch.uint8, device=where, pin_memory=pinned)
         except (torch.OutOfMemoryError, MemoryError, ValueError) as error:  # ValueError: NumPy's size limit
             raise out_of_memory(nbytes, name, error) from error
         except (RuntimeError, AssertionError) as error:

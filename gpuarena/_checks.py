@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -66,9 +67,9 @@ class Checks(Hook):
 
     def after_take(self, take: Take) -> None:
         """Poison the region unless it has contents, and draw its guard zones."""
-        backend, stop = self._arena._backend, take.offset + take.nbytes
+        stop = take.offset + take.nbytes
         if take.nbytes and self._poison and not take.filled:
-            backend.fill_bytes(take.offset, stop, POISON)
+            self._fill(take.offset, stop, POISON)
         label = f" {take.label!r}" if take.label else ""
         site = call_site() if self._call_sites else ""
         what = f"region{label} {take.dtype}{list(take.shape)} at offset {take.offset}"
@@ -78,7 +79,7 @@ class Checks(Hook):
         if take.nbytes and self._guards:
             gaps = self._gaps_of(take, stop)
             for gap in gaps:
-                backend.fill_bytes(gap.start, gap.stop, GUARD)
+                self._fill(gap.start, gap.stop, GUARD)
         self._watched[take.stack.side, take.slot] = _Watched(what, site, take.nbytes, gaps)
 
     @staticmethod
@@ -91,14 +92,14 @@ class Checks(Hook):
 
     def extended(self, stack: Stack, slot: int, old: Record) -> None:
         """Poison the new bytes, and move the guard zone behind them."""
-        backend, record = self._arena._backend, stack.records[slot]
+        record = stack.records[slot]
         what, site, _, gaps = self._watched[stack.side, slot]
         old_stop, stop = old.offset + old.nbytes, record.offset + record.nbytes
         if self._poison and stop > old_stop:
-            backend.fill_bytes(old_stop, stop, POISON)
+            self._fill(old_stop, stop, POISON)
         gaps = [gap for gap in gaps if gap.where == "before"]
         if self._guards and record.top > stop:
-            backend.fill_bytes(stop, record.top, GUARD)
+            self._fill(stop, record.top, GUARD)
             gaps.append(_Gap(stop, record.top, "behind"))
         self._watched[stack.side, slot] = _Watched(what, site, record.nbytes, gaps)
 
@@ -114,7 +115,7 @@ class Checks(Hook):
             del self._watched[key]
         if self._poison and drop.old_top != drop.new_top:
             start, stop = sorted((drop.old_top, drop.new_top))
-            self._arena._backend.fill_bytes(start, stop, POISON)
+            self._fill(start, stop, POISON)
             if drop.stack.side == "low":
                 self._low_stop = max(self._low_stop, stop)
             else:
@@ -140,6 +141,21 @@ class Checks(Hook):
         found = self._everything()
         return CorruptionWarning(str(_error(found))) if found else None
 
+    def _fill(self, start: int, stop: int, byte: int) -> None:
+        arena = self._arena
+        if arena._order is None:
+            arena._backend.fill_bytes(start, stop, byte)
+            return
+        with arena._order.on_home():
+            arena._backend.fill_bytes(start, stop, byte)
+        arena._order.wrote()
+
+    def _find(self, start: int, stop: int, byte: int) -> int | None:
+        arena = self._arena
+        with contextlib.nullcontext() if arena._order is None else arena._order.on_home():
+            at: int | None = arena._backend.find_other(start, stop, byte)
+            return at
+
     def _is_capturing(self) -> bool:
         probe = self._arena._is_capturing
         return probe is not None and bool(probe())
@@ -160,19 +176,24 @@ class Checks(Hook):
 
     def _damage(self, slots: list[tuple[Stack, int]]) -> list[tuple[int, str]]:
         """Return where the guard zones of these slots are damaged, and mend them; and what was resized."""
-        backend, tracker = self._arena._backend, self._arena._tracker
+        tracker = self._arena._tracker
         found: list[tuple[int, str]] = []
         if self._is_capturing():
             return found  # the host may not wait now
+        if self._arena._order is not None and slots:
+            for side in {
+                stack.side for stack, _ in slots
+            }:  # what is still queued may be what does the damage
+                self._arena._order.synchronize(side, min(slot for stack, slot in slots if stack.side == side))
         for stack, slot in slots:
             watched = self._watched.get((stack.side, slot))
             if watched is None:
                 continue
             for gap in watched.gaps:
-                at = backend.find_other(gap.start, gap.stop, GUARD)
+                at = self._find(gap.start, gap.stop, GUARD)
                 if at is not None:
                     found.append((at, f"byte {at}, {gap.where} {watched.what}, was overwritten"))
-                    backend.fill_bytes(gap.start, gap.stop, GUARD)
+                    self._fill(gap.start, gap.stop, GUARD)
             for _, array in tracker.roots_of(stack, slot):
                 if array.nbytes > watched.nbytes:
                     found.append(
@@ -186,19 +207,19 @@ class Checks(Hook):
 
     def _written_after(self, start: int, stop: int) -> list[tuple[int, str]]:
         """Return where free memory from `start` to `stop` is no longer poisoned, and mend it."""
-        backend, arena = self._arena._backend, self._arena
+        arena = self._arena
         low, high = arena._low.top, arena._high.top
         found: list[tuple[int, str]] = []
         if self._is_capturing():
             return found
         for a, b in ((low, min(self._low_stop, high)), (max(self._high_start, low), high)):
             a, b = max(a, start), min(b, stop)
-            at = backend.find_other(a, b, POISON) if a < b else None
+            at = self._find(a, b, POISON) if a < b else None
             if at is not None:
                 found.append(
                     (at, f"byte {at} was written after it was given back, by an array that is stale")
                 )
-                backend.fill_bytes(a, b, POISON)
+                self._fill(a, b, POISON)
         return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import Drop, Hook, Record, Stack, Take
 from gpuarena.dtypes import as_dtype
-from gpuarena.errors import ArenaError, CheckpointError, PinnedError, refuse_copy
+from gpuarena.errors import ArenaError, ArgumentError, CheckpointError, PinnedError, refuse_copy
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
@@ -34,7 +34,7 @@ class Pin:
         self.label = label
         self.state = "new"
         self.nbytes = 0
-        self._peaks: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}  # how far the pointer of each end went; absent where it did not move
         self._n_live: dict[str, int] = {}  # where its own entry lies on each end
         self._buffer: Any = None
 
@@ -58,6 +58,22 @@ class Pin:
         """
         if self._pins is not None:
             self._pins.release(self)
+
+    def record_stream(self, stream: Any) -> None:
+        """Declare that the graph is replayed on another stream than the arena's home stream.
+
+        When the memory goes, the home stream waits for what is queued on `stream` by then.
+
+        Raises
+        ------
+        CheckpointError
+            The pin keeps nothing: its block has not ended, or it was released.
+        ArgumentError, ArgumentTypeError, DeviceMismatchError, CaptureError
+            As `Region.record_stream`.
+        """
+        if self._pins is None or self.state != "kept":
+            raise CheckpointError(f"{self!r} keeps no memory now, which a stream could use")
+        self._pins.record_stream(self, stream)
 
     def __repr__(self) -> str:
         return f"<pin{f' {self.label!r}' if self.label else ''}, {self.state}>"
@@ -106,7 +122,6 @@ class Pins(Hook):
 
     def _begin(self, pin: Pin) -> None:
         pin.state = "open"
-        pin._peaks = {stack.side: stack.top for stack in self._stacks()}
         pin._buffer = self._arena._backend
         self._open = pin
         self._arena._hooks.insert(0, self)
@@ -135,9 +150,12 @@ class Pins(Hook):
 
     def _end(self, pin: Pin) -> None:
         """Take what lies between the pointers and where they were at most, so that nobody gets it."""
+        by_capture = self._by_capture
         self._stop()
         arena = self._arena
         for stack in self._stacks():
+            if stack.side not in pin._peaks:
+                continue  # nothing was handed out there
             peak = pin._peaks[stack.side]
             nbytes = abs(peak - stack.top)
             offset = min(peak, stack.top)
@@ -152,7 +170,17 @@ class Pins(Hook):
                 hook.after_take(take)
             pin.nbytes += nbytes
         pin.state = "kept"
-        self._kept.append(pin)
+        if pin._n_live or not by_capture:
+            self._kept.append(pin)
+
+    def record_stream(self, pin: Pin, stream: Any) -> None:
+        """Declare a stream for the entries of a pin."""
+        arena = self._arena
+        with arena._lock:
+            if arena._order is None:
+                raise ArgumentError(f"record_stream: memory on {arena.device} has no streams")
+            for side, slot in pin._n_live.items():
+                arena._order.use((side, slot), stream)
 
     def release(self, pin: Pin) -> None:
         """Let a pin go."""
@@ -184,12 +212,13 @@ class Pins(Hook):
     def _note(self, stack: Stack, top: int) -> None:
         if self._open is not None:
             furthest = max if stack.side == "low" else min
-            self._open._peaks[stack.side] = furthest(self._open._peaks[stack.side], top)
+            peaks = self._open._peaks
+            peaks[stack.side] = furthest(peaks.get(stack.side, top), top)
 
     def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
         """Refuse to go below a pin."""
         for pin in self._kept:
-            if pin._n_live[drop.stack.side] >= drop.n_live:
+            if pin._n_live.get(drop.stack.side, -1) >= drop.n_live:
                 raise PinnedError(
                     f"{drop.cause} would give back memory that {pin!r} keeps for a graph; call release() on it "
                     f"when the graph is gone (arena.pins lists them)",

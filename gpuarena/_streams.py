@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import Drop, Hook, Stack
@@ -13,7 +15,6 @@ from gpuarena.errors import ArenaError, CaptureError
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
     from gpuarena.backends import Streams
-    from gpuarena.region import Region
 
 #: A stream, and the thread it belongs to if it means another stream in another one.
 _Use = tuple[Any, int | None]
@@ -33,20 +34,32 @@ class StreamOrder(Hook):
         self._streams = streams
         self.home = streams.current() if home is None else streams.parse(home)
         self._home_key = streams.key(self.home)
-        self._event: Any = (
-            None  # behind the last rollback on the home stream; None until a second stream appears
-        )
+        # A per-thread default stream is another one in every thread, and only its own thread can name it.
+        self._home_thread = threading.get_ident() if streams.is_thread_bound(self.home) else None
+        # The library takes the buffer back in the order of the stream that it was made on.
+        self._birth = streams.current()
+        # Behind the last rollback, and the last contents written, on the home stream; None until a second stream
+        # appears, so that work on one stream costs nothing here.
+        self._event: Any = None
         self._captured_event: Any = None  # the same inside of a capture
         self._uses: dict[tuple[str, int], dict[Hashable, _Use]] = {}
         self._going: dict[str, dict[Hashable, _Use]] = {}  # uses of the regions of the drop under way, by end
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured."""
-        return self._streams.is_capturing(self._streams.current())
+        return self._streams.current_is_capturing()
 
-    def use(self, region: Region, stream: Any) -> None:
-        """Declare that work on `stream` uses a region; the caller holds the lock."""
-        self._declare((region._stack.side, region._slot), self._streams.parse(stream))
+    def on_home(self) -> AbstractContextManager[Any]:
+        """Return a context manager for the arena's own writes: poison and guard zones.
+
+        They follow the waits of the last rollback, and what is handed out afterwards follows them. Inside a
+        capture they go where the capture goes.
+        """
+        return contextlib.nullcontext() if self.is_capturing() else self._streams.using(self.home)
+
+    def use(self, key: tuple[str, int], stream: Any) -> None:
+        """Declare that work on `stream` uses the region in a slot of an end; the caller holds the lock."""
+        self._declare(key, self._streams.parse(stream))
 
     def _declare(self, key: tuple[str, int], stream: Any) -> None:
         streams = self._streams
@@ -65,6 +78,8 @@ class StreamOrder(Hook):
                 if self._captured_event is None:
                     self._captured_event = streams.record(current)
                 streams.wait(stream, self._captured_event)
+        elif self._home_is_elsewhere():
+            streams.synchronize_device()
         else:
             if self._event is None:
                 self._event = streams.record(self.home)
@@ -87,7 +102,17 @@ class StreamOrder(Hook):
     def wrote(self) -> None:
         """Put the event behind initial contents written on the home stream."""
         if self._event is not None and not self.is_capturing():
+            self._advance()
+
+    def _advance(self) -> None:
+        """Put the event behind what the home stream has been given by now."""
+        if self._home_is_elsewhere():
+            self._streams.synchronize_device()  # whatever the event stood for is done
+        else:
             self._event = self._streams.record(self.home)
+
+    def _home_is_elsewhere(self) -> bool:
+        return self._home_thread is not None and self._home_thread != threading.get_ident()
 
     def uses_of(self, side: str, n_live: int) -> dict[Hashable, _Use]:
         """Return the streams that used the slots from `n_live` on."""
@@ -145,18 +170,28 @@ class StreamOrder(Hook):
         waiting = streams.current() if capturing else self.home
         own = streams.key(waiting)
         me = threading.get_ident()
-        for identity, (stream, thread) in uses.items():
-            if identity == own:
-                continue
-            if thread is not None and thread != me:
-                # Another thread's default stream cannot be named here; the host waits for everything.
-                streams.synchronize_device()
-            else:
+        others = {identity: use for identity, use in uses.items() if identity != own}
+        if any(thread is not None and thread != me for _, thread in others.values()) or (
+            others and not capturing and self._home_is_elsewhere()
+        ):
+            streams.synchronize_device()  # another thread's default stream cannot be named here
+        else:
+            for stream, _ in others.values():
                 streams.wait(waiting, streams.record(stream))
-        if capturing:
+        if not capturing:
+            if self._event is not None:
+                self._advance()
+        elif others or self._captured_event is not None:
             self._captured_event = streams.record(waiting)
-        elif self._event is not None:
-            self._event = streams.record(self.home)
+
+    def closing(self) -> Warning | None:
+        """Let the buffer's own stream wait for all who used it, because its library will hand it out again."""
+        if not self.is_capturing():  # a capture can contain no such wait, and its pins keep the buffer anyway
+            for side in ("low", "high"):
+                self._wait_for(self.uses_of(side, 0))
+            if self._streams.key(self._birth) != self._home_key and not self._home_is_elsewhere():
+                self._streams.wait(self._birth, self._streams.record(self.home))
+        return None
 
     def spilling(self, stack: Stack, n_live: int) -> Any:
         """Return the uses of the regions that go to the host."""

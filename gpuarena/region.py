@@ -239,7 +239,7 @@ class Region:
             if arena._order is None:
                 raise ArgumentError(f"record_stream: memory on {arena.device} has no streams")
             arena._watch()
-            arena._order.use(self, stream)
+            arena._order.use((self._stack.side, self._slot), stream)
 
     def extend(self, n_rows: int) -> Region:
         """Return the region with its first dimension grown to `n_rows`, in place; it never moves.

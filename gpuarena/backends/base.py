@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -44,6 +45,13 @@ class Streams(Protocol):
 
     def is_capturing(self, stream: Any) -> bool:
         """Return whether work on `stream` is being captured into a graph."""
+
+    def current_is_capturing(self) -> bool:
+        """Return whether work on the current stream is being captured; asked at every allocation."""
+        return self.is_capturing(self.current())
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context manager inside which `stream` is the current one."""
 
     def synchronize(self, stream: Any) -> None:
         """Let the host wait for all work queued on `stream`."""

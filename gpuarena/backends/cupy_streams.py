@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import cupy
@@ -81,6 +82,12 @@ class CupyStreams(Streams):
                 raise
             except RuntimeError:  # CuPy's own: an error has invalidated the capture, which is not ended yet
                 return True
+
+    @contextlib.contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        """Make `stream` the current one inside the block."""
+        with cupy.cuda.Device(self._device_id), stream:
+            yield
 
     def synchronize(self, stream: Any) -> None:
         """Let the host wait for all work queued on `stream`."""

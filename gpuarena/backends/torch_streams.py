@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -103,6 +104,15 @@ class TorchStreams(Streams):
             if getattr(error, "error_code", None) == _handles.CAPTURE_IMPLICIT:
                 return True
             raise
+
+    def current_is_capturing(self) -> bool:
+        """Return whether the current stream is being captured, without making an object for it."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context manager inside which `stream` is the current one."""
+        entered: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return entered
 
     def synchronize(self, stream: Any) -> None:
         """Let the host wait for all work queued on `stream`."""

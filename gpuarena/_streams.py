@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import Drop, Hook, Stack
+from gpuarena.backends._handles import thread_number
 from gpuarena.errors import ArenaError, CaptureError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class StreamOrder(Hook):
         self.home = streams.current() if home is None else streams.parse(home)
         self._home_key = streams.key(self.home)
         # A per-thread default stream is another one in every thread, and only its own thread can name it.
-        self._home_thread = threading.get_ident() if streams.is_thread_bound(self.home) else None
+        self._home_thread = thread_number() if streams.is_thread_bound(self.home) else None
         # The library takes the buffer back in the order of the stream that it was made on.
         self._birth = streams.current()
         # Behind the last rollback, and the last contents written, on the home stream; None until a second stream
@@ -85,7 +85,7 @@ class StreamOrder(Hook):
                 self._event = streams.record(self.home)
             streams.wait(stream, self._event)
         self.attend()
-        thread = threading.get_ident() if streams.is_thread_bound(stream) else None
+        thread = thread_number() if streams.is_thread_bound(stream) else None
         self._uses.setdefault(key, {})[identity] = stream, thread
 
     def attend(self) -> None:
@@ -112,7 +112,7 @@ class StreamOrder(Hook):
             self._event = self._streams.record(self.home)
 
     def _home_is_elsewhere(self) -> bool:
-        return self._home_thread is not None and self._home_thread != threading.get_ident()
+        return self._home_thread is not None and self._home_thread != thread_number()
 
     def uses_of(self, side: str, n_live: int) -> dict[Hashable, _Use]:
         """Return the streams that used the slots from `n_live` on."""
@@ -124,7 +124,7 @@ class StreamOrder(Hook):
 
     def synchronize(self, side: str, n_live: int) -> None:
         """Let the host wait for the home stream and for all that used the slots from `n_live` on."""
-        me = threading.get_ident()
+        me = thread_number()
         for stream, thread in self.uses_of(side, n_live).values():
             if thread is not None and thread != me:
                 self._streams.synchronize_device()
@@ -169,7 +169,7 @@ class StreamOrder(Hook):
         capturing = self.is_capturing()
         waiting = streams.current() if capturing else self.home
         own = streams.key(waiting)
-        me = threading.get_ident()
+        me = thread_number()
         others = {identity: use for identity, use in uses.items() if identity != own}
         if any(thread is not None and thread != me for _, thread in others.values()) or (
             others and not capturing and self._home_is_elsewhere()

@@ -2,7 +2,8 @@
 
 `run_arena_machine` drives an arena on any backend through random calls and compares it, after each one, with a
 model in plain Python; `run_lockstep` gives several arenas the same calls and compares them with each other;
-`FakeDevice` is a backend that counts its buffers. Needs ``hypothesis``.
+`FakeDevice` is a backend that counts its buffers, and `StreamedFakeDevice` one with streams, which runs kernels late and
+finds races. Needs ``hypothesis``.
 
     def test_my_backend_keeps_the_rules():
         run_arena_machine(MyBackend.allocate)
@@ -21,13 +22,18 @@ from gpuarena.testing.strategies import (
     wrong_dtypes,
     wrong_shapes,
 )
+from gpuarena.testing.streams import FakeStreams, SimulatedDevice, StreamedFakeDevice, byte_ranges
 
 __all__ = [
     "ArenaMachine",
     "Driver",
     "FakeBackend",
     "FakeDevice",
+    "FakeStreams",
+    "SimulatedDevice",
+    "StreamedFakeDevice",
     "alignments",
+    "byte_ranges",
     "indices",
     "negative_shapes",
     "overflowing_shapes",

@@ -12,7 +12,14 @@ from gpuarena._positions import Positions
 from gpuarena._stack import Record, Stack, Take
 from gpuarena._state import check_text, parse_alignment
 from gpuarena.dtypes import DType, as_dtype
-from gpuarena.errors import AlignmentError, ArgumentError, ArgumentTypeError, CheckpointError, ShapeError
+from gpuarena.errors import (
+    AlignmentError,
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    OutOfMemoryError,
+    ShapeError,
+)
 from gpuarena.region import Region
 
 #: Slots whose last request is remembered, so that a loop that repeats its allocations skips the validation.
@@ -270,12 +277,11 @@ class Allocation(Positions):
                     stack, slot, offset, nbytes, new_top, dims, dt, alignment, label,
                     fill is not None,
                 )  # fmt: skip
-                for hook in self._hooks:
-                    hook.before_take(take)
+                self._ask(take)
             array = None
             if fill is not None:  # written before anything is taken, so that a bad value takes nothing
                 before = len(stack.serials), stack.top
-                array = self._new_root(stack, slot, offset, dims, dt)
+                array = self._new_root(stack, slot, offset, dims, dt, label)
                 if self._order is not None:
                     self._order.before_write(side, slot)
                 self._backend.write(array, fill.array if isinstance(fill, Region) else fill)
@@ -286,7 +292,7 @@ class Allocation(Positions):
                         "reading the initial contents moved the arena they go to; read them before"
                     )
             elif needs_array:
-                array = self._new_root(stack, slot, offset, dims, dt)
+                array = self._new_root(stack, slot, offset, dims, dt, label)
             record = Record(offset, nbytes, label, new_top)
             if take is None and _can_be_remembered(dtype, dt) and len(self._dtypes) < _N_DTYPES:
                 self._dtypes[dtype] = dt, dt.itemsize, max(self.alignment, dt.alignment)
@@ -345,10 +351,70 @@ class Allocation(Positions):
             raise self._out_of_memory(stack, nbytes, offset, label, align)
         return offset, offset
 
-    def _new_root(self, stack: Stack, slot: int, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+    def _place_again(
+        self, side: str, offset: int, nbytes: int, top: int, label: str | None, kind: str
+    ) -> Region:
+        """Take bytes where they were when a trace was recorded."""
+        stack = self._low if side == "low" else self._high
+        low, high = (top, self._high.top) if stack is self._low else (self._low.top, top)
+        if low > high:
+            raise self._out_of_memory(stack, nbytes, offset, label)
+        self._commit(top)
+        slot, serial, dtype = len(stack.serials), self._next_serial, as_dtype("uint8")
+        take = Take(stack, slot, offset, nbytes, top, (nbytes,), dtype, 1, label, True, kind)
+        record = Record(offset, nbytes, label, top)
+        self._push(stack, record, None)
+        for hook in self._hooks:
+            hook.after_take(take)
+        return Region._root_of(self, stack, slot, serial, record, (nbytes,), dtype)
+
+    def _need_room(
+        self, requests: list[tuple[Any, Any]], side: Any, label: str, align: int | None = None
+    ) -> None:
+        """Raise unless several requests, one after the other, are valid and fit; takes nothing."""
+        parsed = [self._request(shape, dtype, align, None, side)[2:] for shape, dtype in requests]
+        stack = self._low if side == "low" else self._high
+        top, guard, low = stack.top, self._guard, stack is self._low
+        for nbytes, alignment in parsed:
+            if not nbytes:
+                continue
+            if low:
+                stop = _bump.place(top, nbytes, alignment, self.address) + nbytes
+                fits = stop <= self._high.top
+                top = min(stop + guard, self._high.top) if fits else stop
+            else:
+                top = _bump.place_high(top - guard, nbytes, alignment, self.address)
+                fits = top >= self._low.top
+            if not fits:  # all of them together are what does not fit
+                needed = abs(top - stack.top) + sum(
+                    n + a for n, a in parsed[parsed.index((nbytes, alignment)) + 1 :]
+                )
+                offset = stack.top if low else stack.top - needed
+                raise self._out_of_memory(stack, needed, offset, label)
+
+    def _new_root(
+        self,
+        stack: Stack,
+        slot: int,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        label: str | None,
+    ) -> Any:
         if self._tracker is not None:
-            return self._tracker.new_root(stack, slot, offset, shape, dtype)
+            return self._tracker.new_root(stack, slot, offset, shape, dtype, label)
         return self._backend.root(offset, shape, dtype)
+
+    def _ask(self, take: Take) -> None:
+        """Let the hooks see a region before it is taken; a library that has no memory counts as a failure."""
+        try:
+            for hook in self._hooks:
+                hook.before_take(take)
+        except OutOfMemoryError:
+            self._n_failed += 1
+            for hook in self._hooks:
+                hook.failed(take.stack, take.nbytes, take.align, take.label)
+            raise
 
     def _extend(self, region: Region, n_rows: Any) -> Region:
         """Grow the last region in place; see `Region.extend`."""
@@ -387,10 +453,9 @@ class Allocation(Positions):
             if self._hooks:
                 take = Take(
                     stack, slot, record.offset, nbytes, new_top, shape,
-                    region.dtype, 1, region.label, True,
+                    region.dtype, 1, region.label, True, "extend",
                 )  # fmt: skip
-                for hook in self._hooks:
-                    hook.before_take(take)
+                self._ask(take)
             stack.records[slot] = Record(record.offset, nbytes, record.label, new_top)
             stack.top = new_top
             stack.used += nbytes - record.nbytes

@@ -8,7 +8,7 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpuarena._stack import Drop, Hook, Record, Stack, Take
+from gpuarena._stack import Drop, Hook, Record, Report, Stack, Take
 from gpuarena.debug import GUARD, POISON, Debug
 from gpuarena.errors import ArenaError, CorruptionError, CorruptionWarning
 
@@ -52,6 +52,7 @@ class Checks(Hook):
         self._poison = settings.poison and not settings.separate
         self._guards = not settings.separate
         self._watched: dict[tuple[str, int], _Watched] = {}
+        self._resized: set[tuple[str, int]] = set()  # slots whose arrays were reported as resized
         # Free memory that was poisoned: from the low end's pointer up to here, and from here to the high end's.
         self._low_stop = 0
         self._high_start = arena.capacity
@@ -60,10 +61,13 @@ class Checks(Hook):
 
     def before_take(self, take: Take) -> None:
         """Raise if somebody wrote to memory that was given back and is about to be handed out."""
+        found = []
+        if take.growing:  # over its guard zone, which is looked at before it moves
+            found = self._damage([(take.stack, take.slot)])
         if self._poison:
-            found = self._written_after(take.offset, take.offset + take.nbytes)
-            if found:
-                raise _error(found)
+            found += self._written_after(take.offset, take.offset + take.nbytes)
+        if found:
+            raise _error(found)
 
     def after_take(self, take: Take) -> None:
         """Poison the region unless it has contents, and draw its guard zones."""
@@ -103,7 +107,7 @@ class Checks(Hook):
             gaps.append(_Gap(stop, record.top, "behind"))
         self._watched[stack.side, slot] = _Watched(what, site, record.nbytes, gaps)
 
-    def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
+    def before_drop(self, drop: Drop) -> Report:
         """Look at the guard zones of the regions that go."""
         slots = range(drop.n_live, len(drop.stack.serials))
         found = self._damage([(drop.stack, slot) for slot in slots])
@@ -111,6 +115,7 @@ class Checks(Hook):
 
     def after_drop(self, drop: Drop) -> None:
         """Poison what was given back."""
+        self._resized = {key for key in self._resized if key in self._watched}
         for key in [key for key in self._watched if key[0] == drop.stack.side and key[1] >= drop.n_live]:
             del self._watched[key]
         if self._poison and drop.old_top != drop.new_top:
@@ -136,10 +141,10 @@ class Checks(Hook):
         found = self._everything()
         return _error(found) if found else None
 
-    def closing(self) -> Warning | None:
+    def closing(self) -> list[Warning]:
         """Look at everything for the last time."""
         found = self._everything()
-        return CorruptionWarning(str(_error(found))) if found else None
+        return [CorruptionWarning(str(_error(found)))] if found else []
 
     def _fill(self, start: int, stop: int, byte: int) -> None:
         arena = self._arena
@@ -165,6 +170,12 @@ class Checks(Hook):
     def site_of(self, side: str, slot: int) -> str:
         """Return where the region of a live slot was allocated; empty if that is not remembered."""
         return self._watched[side, slot].site
+
+    def inspect(self, stack: Stack, n_live: int) -> None:
+        """Raise if the guard zones of the slots from `n_live` on are damaged."""
+        found = self._damage([(stack, slot) for slot in range(n_live, len(stack.serials))])
+        if found:
+            raise _error(found)
 
     def _everything(self) -> list[tuple[int, str]]:
         arena = self._arena
@@ -195,7 +206,9 @@ class Checks(Hook):
                     found.append((at, f"byte {at}, {gap.where} {watched.what}, was overwritten"))
                     self._fill(gap.start, gap.stop, GUARD)
             for _, array in tracker.roots_of(stack, slot):
-                if array.nbytes > watched.nbytes:
+                key = stack.side, slot
+                if array.nbytes > watched.nbytes and key not in self._resized:
+                    self._resized.add(key)
                     found.append(
                         (
                             stack.records[slot].offset + watched.nbytes,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpuarena._stack import Drop, Hook, Take
+from gpuarena._stack import Drop, Hook, Record, Stack, Take
+from gpuarena.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
@@ -34,8 +35,21 @@ class Separation(Hook):
 
     def before_take(self, take: Take) -> None:
         """Make the buffer; `OutOfMemoryError` comes from its library."""
+        if take.growing:
+            raise CheckpointError(
+                "a region cannot be extended in debug mode with separate=True: its buffer is as long as it is"
+            )
         self._backend.provide(take.offset, take.nbytes, max(take.align, self._arena.alignment))
 
     def after_drop(self, drop: Drop) -> None:
         """Let the buffers of the dropped regions go."""
         self._backend.drop(*sorted((drop.old_top, drop.new_top)))
+
+    def spilling(self, stack: Stack, n_live: int) -> Any:
+        """Return the alignments of the buffers that go."""
+        return [self._backend.alignment_of(record.offset) for record in stack.records[n_live:]]
+
+    def restoring(self, records: list[Record], known: Any) -> None:
+        """Make buffers for the regions that come back."""
+        for record, alignment in zip(records, known, strict=True):
+            self._backend.provide(record.offset, record.nbytes, alignment)

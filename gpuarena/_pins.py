@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import Drop, Hook, Record, Stack, Take
 from gpuarena.dtypes import as_dtype
-from gpuarena.errors import ArenaError, ArgumentError, CheckpointError, PinnedError, refuse_copy
+from gpuarena.errors import ArgumentError, CheckpointError, PinnedError, refuse_copy
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
@@ -99,6 +99,13 @@ class Pins(Hook):
         """Return the pins that keep memory."""
         return tuple(self._kept)
 
+    def closing(self) -> None:
+        """Let all pins go; each still keeps the buffer, which its graph may use."""
+        for pin in self._kept:
+            pin.state = "closed"
+            pin._pins = None
+        self._kept = []
+
     def watch(self, capturing: bool) -> None:
         """Open a pin when a capture has begun without one, and close it when that capture has ended."""
         if capturing and self._open is None:
@@ -136,7 +143,7 @@ class Pins(Hook):
         with self._arena._lock:
             if self._open is not pin:
                 return
-            if failed:
+            if failed or self._arena._closed:
                 self._stop()
                 self._forget(pin)
             else:
@@ -163,7 +170,7 @@ class Pins(Hook):
             label = f"pin {pin.label}" if pin.label else "pin"
             take = Take(
                 stack, len(stack.serials), offset, nbytes, peak, (nbytes,),
-                as_dtype("uint8"), 1, label, filled=True,
+                as_dtype("uint8"), 1, label, filled=True, kind="pin",
             )  # fmt: skip
             arena._push(stack, Record(offset, nbytes, label, peak), None)
             for hook in arena._hooks:
@@ -215,7 +222,11 @@ class Pins(Hook):
             peaks = self._open._peaks
             peaks[stack.side] = furthest(peaks.get(stack.side, top), top)
 
-    def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
+    def restored(self, stack: Stack, n_live: int, known: Any) -> None:
+        """Note how far the pointer went."""
+        self._note(stack, stack.top)
+
+    def refuse_drop(self, drop: Drop) -> None:
         """Refuse to go below a pin."""
         for pin in self._kept:
             if pin._n_live.get(drop.stack.side, -1) >= drop.n_live:
@@ -224,4 +235,3 @@ class Pins(Hook):
                     f"when the graph is gone (arena.pins lists them)",
                     pin=pin,
                 )
-        return None

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from types import FrameType
 from typing import Any
 
 from gpuarena import _messages
-from gpuarena._stack import SIDES, Cause, Drop, Stack
-from gpuarena._state import N_REMEMBERED, State, check_text
+from gpuarena._stack import SIDES, Cause, Drop, Report, Stack
+from gpuarena._state import N_REMEMBERED, State, check_text, warn
 from gpuarena.checkpoint import Checkpoint, Scope
 from gpuarena.errors import ArenaError, ArgumentError, ArgumentTypeError, CheckpointError
 
 _END_OF_UNNAMED = "the end of an unnamed scope"
+
+
+def raise_reports(reports: list[Report]) -> None:
+    """Warn of what is to be warned of, for the line outside of this package; then raise the first error."""
+    for report in reports:
+        if isinstance(report, Warning):
+            warn(report)
+    for report in reports:
+        if isinstance(report, ArenaError):
+            raise report
 
 
 class Positions(State):
@@ -64,7 +73,7 @@ class Positions(State):
             self._validate(checkpoint, "rollback")
             stack = self._low if checkpoint.side == "low" else self._high
             if len(stack.serials) > checkpoint._n_live:
-                self._drop_to(checkpoint, "rollback()", sys._getframe(1))
+                raise_reports(self._drop_to(checkpoint, "rollback()", sys._getframe(1)))
 
     def keep(self, checkpoint: Checkpoint) -> None:
         """Give up `checkpoint` without dropping anything; it cannot be rolled back to afterwards.
@@ -110,8 +119,9 @@ class Positions(State):
         with self._lock:
             if self._closed:
                 raise self._closed_error("reset")
-            self._drop_to(self._position("low", 0), cause, frame, self._position("high", 0))
+            reports = self._drop_to(self._position("low", 0), cause, frame, self._position("high", 0))
             self._epoch += 1
+            raise_reports(reports)
 
     def assert_balanced(self) -> None:
         """Raise `CheckpointError` iff a scope is open, and list those that are."""
@@ -141,7 +151,7 @@ class Positions(State):
             stack = self._low if checkpoint.side == "low" else self._high
             if len(stack.serials) > checkpoint._n_live:
                 cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
-                self._drop_to(checkpoint, cause, frame, leaving=True)
+                raise_reports(self._drop_to(checkpoint, cause, frame, leaving=True))
             if inner:
                 names = ", ".join(map(repr, inner))
                 raise CheckpointError(
@@ -172,14 +182,18 @@ class Positions(State):
         also: Checkpoint | None = None,
         *,
         leaving: bool = False,
-    ) -> None:
-        """Restore the state of valid checkpoints, one of each end; the caller holds the lock."""
+    ) -> list[Report]:
+        """Restore the state of valid checkpoints, one of each end; the caller holds the lock.
+
+        Return what the hooks have to report, for `raise_reports`. Raise only if a hook refuses, and then nothing
+        has changed.
+        """
         if not self._hooks and not self._drop_hooks and also is None:
             stack = self._low if checkpoint.side == "low" else self._high
             if len(stack.serials) > checkpoint._n_live:
                 self._note_peaks()
                 self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
-            return
+            return []
         self._watch()
         drops = []
         for target in (checkpoint,) if also is None else (checkpoint, also):
@@ -188,21 +202,17 @@ class Positions(State):
             if len(stack.serials) > n_live:
                 why = self._cause(target, cause, frame)
                 drops.append((Drop(stack, n_live, target.top, why, leaving), target))
-        if not drops:
-            return
         hooks = (*self._drop_hooks, *self._hooks)
-        reports = [report for drop, _ in drops for hook in hooks if (report := hook.before_drop(drop))]
+        for drop, _ in drops:
+            for hook in hooks:
+                hook.refuse_drop(drop)
+        reports = [hook.before_drop(drop) for drop, _ in drops for hook in hooks]
         self._note_peaks()
         for drop, target in drops:
             self._drop(drop.stack, target, drop.cause)
             for hook in hooks:
-                hook.after_drop(drop)
-        for report in reports:
-            if isinstance(report, Warning):
-                warnings.warn(report, stacklevel=3)
-        for report in reports:
-            if isinstance(report, ArenaError):
-                raise report
+                reports += hook.after_drop(drop) or ()
+        return reports
 
     def _cause(self, target: Checkpoint, text: str, frame: FrameType) -> Cause:
         values = target.side, target._n_live, self._next_serial, text, frame.f_code, frame.f_lasti

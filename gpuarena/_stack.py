@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -67,10 +67,14 @@ class Cause(NamedTuple):
 
 
 class Take:
-    """A region that is about to be taken, or was; sizes in bytes."""
+    """A region that is about to be taken, or was; sizes in bytes.
+
+    `kind` is ``"alloc"``, ``"extend"`` (the last region grows) or, of what is placed as it was, ``"pin"`` or
+    ``"restore"``.
+    """
 
     __slots__ = (
-        "align", "dtype", "filled", "label", "nbytes", "new_top", "offset", "old_top", "shape", "slot", "stack",
+        "align", "dtype", "filled", "kind", "label", "nbytes", "new_top", "offset", "old_top", "shape", "slot", "stack",
     )  # fmt: skip
 
     def __init__(
@@ -85,10 +89,17 @@ class Take:
         align: int,
         label: str | None,
         filled: bool,
+        kind: str = "alloc",
     ) -> None:
         self.stack, self.slot, self.offset, self.nbytes = stack, slot, offset, nbytes
         self.old_top, self.new_top = stack.top, new_top
         self.shape, self.dtype, self.align, self.label, self.filled = shape, dtype, align, label, filled
+        self.kind = kind
+
+    @property
+    def growing(self) -> bool:
+        """Whether it is a region that there is, which grows."""
+        return self.kind == "extend"
 
 
 class Drop:
@@ -104,6 +115,10 @@ class Drop:
         self.old_top, self.new_top = stack.top, new_top
 
 
+#: What is to be raised, or warned of, once a rollback is done.
+Report: TypeAlias = "ArenaError | Warning | None"
+
+
 class Hook:
     """Sees what an arena does, under its lock; a subclass overrides what it needs."""
 
@@ -113,12 +128,16 @@ class Hook:
     def after_take(self, take: Take) -> None:
         """The region is live; must not raise."""
 
-    def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
-        """May raise, having changed nothing; or return what to raise, or to warn of, when the rollback is done."""
+    def refuse_drop(self, drop: Drop) -> None:
+        """May raise; changes nothing that shows, because another hook may still refuse."""
+
+    def before_drop(self, drop: Drop) -> Report:
+        """Nobody has refused; must not raise."""
         return None
 
-    def after_drop(self, drop: Drop) -> None:
+    def after_drop(self, drop: Drop) -> list[Warning] | None:
         """The regions are stale; must not raise."""
+        return None
 
     def failed(self, stack: Stack, nbytes: int, align: int, label: str | None) -> None:
         """A request did not fit."""
@@ -129,13 +148,16 @@ class Hook:
     def spilling(self, stack: Stack, n_live: int) -> Any:
         """The regions from slot `n_live` on go to the host; return what `restored` needs."""
 
+    def restoring(self, records: list[Record], known: Any) -> None:
+        """They are about to come back, and need memory; may raise."""
+
     def restored(self, stack: Stack, n_live: int, known: Any) -> None:
-        """They are back."""
+        """They are back; `known` is None for a hook that came after the spill."""
 
     def check(self) -> ArenaError | None:
         """Return what `Arena.check` is to raise."""
         return None
 
-    def closing(self) -> Warning | None:
+    def closing(self) -> list[Warning] | None:
         """The arena is about to be closed; return what to warn of."""
         return None

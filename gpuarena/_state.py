@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import warnings
 from collections import deque
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from gpuarena.dtypes import DType
     from gpuarena.region import Region
 
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
 #: Rollbacks remembered for the messages about stale regions.
 N_REMEMBERED = 256
 
@@ -43,6 +47,8 @@ class State:
     address: int
     alignment: int
     device: str
+    _strict: bool
+    _shift: int
 
     def _setup(
         self,
@@ -54,9 +60,9 @@ class State:
         parent: Region | None = None,
     ) -> None:
         self._backend = backend
-        self._parent = parent
-        # A child shares the lock, because its parent's rollback ends it.
+        # A child shares the lock, because its parent's rollback ends it. It does not hold the parent itself.
         self._lock: Any = threading.RLock() if parent is None else parent._arena._lock
+        self._shift = 0 if parent is None else parent._arena._shift + parent.offset  # in the outermost arena
         self._token = object()
         self._closed = False
         self._forked = False
@@ -106,12 +112,14 @@ class State:
         parent_tracks = parent is not None and parent._arena._tracker is not None
         if backend.growable or debug is not None or parent_tracks:
             from gpuarena._growth import Growth, Separation
-            from gpuarena._tracking import Tracker
+            from gpuarena._tracking import Ledger, Tracker
 
-            self._tracker = Tracker(self._whole())
+            above = None if parent is None else parent._arena._tracker
+            ledger = Ledger() if above is None else above.ledger
+            self._tracker = Tracker(
+                self._whole(), ledger, "ignore" if debug is None else debug.on_live_arrays
+            )
             self._hooks.append(self._tracker)
-            if debug is not None:
-                self._tracker.on_live_arrays = debug.on_live_arrays
             if backend.growable:
                 self._hooks.append(Growth(self._whole()))
         if debug is not None:
@@ -158,11 +166,12 @@ class State:
             self._drop_hooks.insert(0, self._pins)  # asked first, because it refuses
         return self._pins
 
-    def _close(self, cause: Cause | None) -> None:
+    def _close(self, cause: Cause | None) -> list[Warning]:
+        """Close, and return what to warn of; the caller holds the lock."""
         if self._closed:
-            return
+            return []
         hooks = (*self._drop_hooks, *self._hooks)
-        warned = [warning for hook in hooks if (warning := hook.closing())]
+        warned = [warning for hook in hooks for warning in hook.closing() or ()]
         self._note_peaks()
         self._closed = True
         self._cause_of_death = cause
@@ -184,26 +193,19 @@ class State:
         self._is_capturing = None
         if not self._forked:
             self._backend.release()
-        for warning in warned:  # last, because a warning may be turned into an error
-            warnings.warn(warning, stacklevel=3)
+        return warned
 
     def _root_array(self, region: Region, library: str) -> Any:
-        """Return the root array of a live region in `library`, made on first use; the caller holds the lock."""
+        """Return the root array of a live root region in `library`, made on first use; the caller holds the lock."""
         stack, slot = region._stack, region._slot
         if library == self._backend.name:
-            if self._tracker is not None:
-                return self._tracker.root(region, self._backend)
             array = stack.arrays[slot]
             if array is None:
                 array = stack.arrays[slot] = self._backend.root(region.offset, region.shape, region.dtype)
             return array
         arrays = self._foreign.get((stack.side, slot), {})
         if library not in arrays:
-            viewer = self._backend.viewer(library)
-            viewer.check_dtype(region.dtype)
-            if self._tracker is not None:
-                return self._tracker.root(region, viewer)
-            arrays[library] = viewer.root(region.offset, region.shape, region.dtype)
+            arrays[library] = self._backend.viewer(library).root(region.offset, region.shape, region.dtype)
             self._foreign[stack.side, slot] = arrays
         return arrays[library]
 
@@ -245,6 +247,14 @@ def parse_debug(debug: Any) -> Debug | None:
     from gpuarena.debug import Debug
 
     return Debug.parse(debug)
+
+
+def warn(warning: Warning) -> None:
+    """Give a warning for the innermost line outside of this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(warning, stacklevel=level)
 
 
 def check_text(value: Any, what: str) -> None:

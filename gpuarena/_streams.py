@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import Drop, Hook, Stack
 from gpuarena.backends._handles import thread_number
-from gpuarena.errors import ArenaError, CaptureError
+from gpuarena.errors import CaptureError
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
@@ -135,11 +135,11 @@ class StreamOrder(Hook):
 
     # -- what happens -------------------------------------------------------------------------------------------
 
-    def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
+    def refuse_drop(self, drop: Drop) -> None:
         """Refuse a wait that a capture cannot contain."""
         uses = self._going[drop.stack.side] = self._drop_uses(drop)
         if not uses:
-            return None
+            return
         capturing = self.is_capturing()
         for stream, _ in uses.values():
             if self._streams.is_capturing(stream) != capturing:
@@ -147,7 +147,6 @@ class StreamOrder(Hook):
                     f"{drop.cause} would make a graph that is being captured wait for a stream outside of it, or "
                     f"the other way round; roll back before or after the capture"
                 )
-        return None
 
     def _drop_uses(self, drop: Drop) -> dict[Hashable, _Use]:
         uses = self.uses_of(drop.stack.side, drop.n_live)
@@ -184,14 +183,13 @@ class StreamOrder(Hook):
         elif others or self._captured_event is not None:
             self._captured_event = streams.record(waiting)
 
-    def closing(self) -> Warning | None:
+    def closing(self) -> None:
         """Let the buffer's own stream wait for all who used it, because its library will hand it out again."""
         if not self.is_capturing():  # a capture can contain no such wait, and its pins keep the buffer anyway
             for side in ("low", "high"):
                 self._wait_for(self.uses_of(side, 0))
             if self._streams.key(self._birth) != self._home_key and not self._home_is_elsewhere():
                 self._streams.wait(self._birth, self._streams.record(self.home))
-        return None
 
     def spilling(self, stack: Stack, n_live: int) -> Any:
         """Return the uses of the regions that go to the host."""
@@ -199,7 +197,7 @@ class StreamOrder(Hook):
 
     def restored(self, stack: Stack, n_live: int, known: Any) -> None:
         """Declare them again; the host has waited, so nothing is behind now."""
-        self._uses.update(known)
+        self._uses.update(known or {})
 
     def capture_changed(self) -> None:
         """Forget the event of a capture, which no other capture may wait for."""

@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from gpuarena._stack import Drop, Hook, Record, Stack, Take
-from gpuarena.errors import ArenaError, LiveArraysError, LiveArraysWarning
+from gpuarena._index import Layout
+from gpuarena._stack import Drop, Hook, Report, Stack, Take
+from gpuarena.dtypes import DType, as_dtype
+from gpuarena.errors import LiveArraysError, LiveArraysWarning
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
     from gpuarena.backends import Backend
-    from gpuarena.dtypes import DType
     from gpuarena.region import Region
 
 _Key = tuple[str, int]  # end, slot
 
 
-class _Left(NamedTuple):
-    """An array that outlived its region."""
+class _Entry:
+    """An array that was made, and whether its region is gone; positions in bytes of the outermost arena."""
 
-    owner: weakref.ref[Any]
-    start: int
-    stop: int
-    label: str | None
+    __slots__ = ("dropped", "label", "owner", "start", "stop")
+
+    def __init__(self, owner: Any, start: int, stop: int, label: str | None) -> None:
+        self.owner = weakref.ref(owner)  # lives as long as the array or any view of it
+        self.start, self.stop, self.label = start, stop, label
+        self.dropped = False
+
+
+class Ledger:
+    """The arrays of an arena and of all its children, of which some may be gone as objects."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._n_kept = 0  # after the last time that dead entries were left out
+
+    def add(self, entry: _Entry) -> None:
+        """Note an array."""
+        if len(self._entries) > 2 * self._n_kept + 64:
+            self.alive()
+        self._entries.append(entry)
+
+    def alive(self) -> list[_Entry]:
+        """Return the arrays that somebody refers to."""
+        self._entries = [entry for entry in self._entries if entry.owner() is not None]
+        self._n_kept = len(self._entries)
+        return self._entries
 
 
 class Tracker(Hook):
@@ -33,124 +56,142 @@ class Tracker(Hook):
     its regions hold the arrays themselves, which is faster.
     """
 
-    def __init__(self, arena: Arena, on_live_arrays: str = "ignore") -> None:
+    def __init__(self, arena: Arena, ledger: Ledger, on_live_arrays: str = "ignore") -> None:
         self._arena = weakref.proxy(arena)
-        self.on_live_arrays = on_live_arrays
-        self._roots: dict[_Key, dict[str, weakref.ref[Any]]] = {}  # by library
-        self._owners: dict[_Key, list[weakref.ref[Any]]] = {}
-        self._left: list[_Left] = []
-        self._leaving: dict[str, list[_Left]] = {}  # of the drop that is under way, by end
+        self.ledger = ledger
+        self._on_live_arrays = on_live_arrays
+        # slot: root arrays that were made, with their library and bytes; a region that grew has several
+        self._roots: dict[_Key, list[tuple[str, int, weakref.ref[Any]]]] = {}
 
     # -- arrays -------------------------------------------------------------------------------------------------
 
-    def new_root(self, stack: Stack, slot: int, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+    def new_root(
+        self, stack: Stack, slot: int, offset: int, shape: tuple[int, ...], dtype: DType, label: str | None
+    ) -> Any:
         """Return a fresh root array of the backend's library."""
-        return self._new(self._arena._backend, (stack.side, slot), offset, shape, dtype)
+        return self._new(self._arena._backend, (stack.side, slot), offset, shape, dtype, label)
 
-    def root(self, region: Region, backend: Backend) -> Any:
-        """Return the root array of a live root region: the one somebody holds, or a fresh one."""
+    def array(self, region: Region, backend: Backend) -> Any:
+        """Return the array of a live region: the one somebody holds, a view of it, or a fresh one."""
         key = region._stack.side, region._slot
-        kept = self._roots.get(key, {}).get(backend.name)
-        array = None if kept is None else kept()
-        if array is None:
-            array = self._new(backend, key, region.offset, region.shape, region.dtype)
-        return array
+        record = region._stack.records[region._slot]
+        origin = region._origin
+        if origin.nbytes == record.nbytes:
+            offset, shape, dtype = origin.offset, origin.shape, origin.dtype
+        else:  # it has grown since
+            offset, shape, dtype = record.offset, (record.nbytes,), as_dtype("uint8")
+        root = next(
+            (
+                array
+                for library, nbytes, ref in self._roots.get(key, ())
+                if library == backend.name and nbytes == record.nbytes and (array := ref()) is not None
+            ),
+            None,
+        )
+        if root is None:
+            root = self._new(backend, key, offset, shape, dtype, region.label)
+        if region is origin and origin.nbytes == record.nbytes:
+            return root
+        return backend.view(root, Layout(region.offset, region.shape, region.strides), region.dtype)
 
-    def _new(self, backend: Backend, key: _Key, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+    def _new(
+        self,
+        backend: Backend,
+        key: _Key,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        label: str | None,
+    ) -> Any:
         array, owner = backend.tracked_root(offset, shape, dtype)
-        self._roots.setdefault(key, {})[backend.name] = weakref.ref(array)
-        owners = self._owners.setdefault(key, [])
-        owners[:] = [ref for ref in owners if ref() is not None]
-        owners.append(weakref.ref(owner))
+        nbytes = int(array.nbytes)
+        self._roots.setdefault(key, []).append((backend.name, nbytes, weakref.ref(array)))
+        start = self._arena._shift + offset
+        self.ledger.add(_Entry(owner, start, start + nbytes, label))
         return array
-
-    def alive(self, stack: Stack, n_live: int) -> list[_Left]:
-        """Return the arrays of the slots from `n_live` on that somebody still refers to."""
-        found = []
-        for slot in range(n_live, len(stack.serials)):
-            record = stack.records[slot]
-            found += [
-                _Left(ref, record.offset, record.offset + record.nbytes, record.label)
-                for ref in self._owners.get((stack.side, slot), ())
-                if ref() is not None
-            ]
-        return found
-
-    def everything(self) -> list[_Left]:
-        """Return all arrays of a child that somebody refers to, placed in the outermost arena."""
-        arena = self._arena
-        found = [left for left in self._left if left.owner() is not None]
-        found += self.alive(arena._low, 0) + self.alive(arena._high, 0)
-        shift = arena.address - _outermost(arena).address
-        return [left._replace(start=left.start + shift, stop=left.stop + shift) for left in found]
 
     def roots_of(self, stack: Stack, slot: int) -> list[tuple[str, Any]]:
         """Return the root arrays of a slot that are alive, with their libraries."""
-        found = [(library, ref()) for library, ref in self._roots.get((stack.side, slot), {}).items()]
+        found = [(library, ref()) for library, _, ref in self._roots.get((stack.side, slot), ())]
         return [(library, array) for library, array in found if array is not None]
 
     # -- what happens -------------------------------------------------------------------------------------------
 
     def before_take(self, take: Take) -> None:
         """Forget what a slot held before."""
-        self._forget(take.stack.side, take.slot)
+        if not take.growing:
+            self._roots.pop((take.stack.side, take.slot), None)
 
-    def extended(self, stack: Stack, slot: int, old: Record) -> None:
-        """The arrays stay; views of the longer region are made of them."""
+    def _leaving(self, drop: Drop) -> list[_Entry]:
+        shift = self._arena._shift
+        start, stop = sorted((shift + drop.old_top, shift + drop.new_top))
+        return [
+            entry
+            for entry in self.ledger.alive()
+            if not entry.dropped and start <= entry.start < entry.stop <= stop
+        ]
 
-    def before_drop(self, drop: Drop) -> ArenaError | Warning | None:
-        """Refuse or report the arrays that are still referenced."""
-        alive = self.alive(drop.stack, drop.n_live)
-        if self._arena._dependents is not None:
-            for child in self._arena._dependents.children(drop):
-                alive += child._tracker.everything()
-        self._leaving[drop.stack.side] = alive
-        if not alive or self.on_live_arrays == "ignore":
-            return None
-        message = f"{_describe(alive)} still referenced where {drop.cause} gives the memory back"
-        if self.on_live_arrays == "warn":
-            return LiveArraysWarning(f"{message}; they will show what is put there next")
-        error = LiveArraysError(
-            f"{message}; delete them, or copy what you need", labels=[left.label for left in alive]
-        )
-        if drop.leaving:
-            return error
-        raise error
+    def refuse_drop(self, drop: Drop) -> None:
+        """Refuse if arrays are still referenced, and that was asked for."""
+        if self._on_live_arrays == "raise" and not drop.leaving and (alive := self._leaving(drop)):
+            raise _error(alive, drop)
 
-    def after_drop(self, drop: Drop) -> None:
-        """Tell autograd, and remember the arrays that outlive their regions."""
-        backend = self._arena._backend
-        n_dropped = 1 + max((slot for side, slot in self._owners if side == drop.stack.side), default=-1)
-        for slot in range(drop.n_live, n_dropped):
+    def before_drop(self, drop: Drop) -> Report:
+        """Report the arrays that are still referenced, and tell autograd."""
+        alive = self._leaving(drop)
+        for slot in range(drop.n_live, len(drop.stack.serials)):
             for library, array in self.roots_of(drop.stack, slot):
-                backend.viewer(library).invalidate([array])
-        self._left = [left for left in self._left if left.owner() is not None]
-        self._left += self._leaving.pop(drop.stack.side, [])
-        for slot in range(drop.n_live, n_dropped):
-            self._forget(drop.stack.side, slot)
+                self._arena._backend.viewer(library).invalidate([array])
+            self._roots.pop((drop.stack.side, slot), None)
+        for entry in alive:
+            entry.dropped = True
+        if not alive or self._on_live_arrays == "ignore":
+            return None
+        if self._on_live_arrays == "raise":
+            return _error(alive, drop)
+        return LiveArraysWarning(
+            f"{_describe(alive)} still referenced where {drop.cause} gives the memory back; they will show what is "
+            f"put there next"
+        )
 
-    def _forget(self, side: str, slot: int) -> None:
-        self._owners.pop((side, slot), None)
-        self._roots.pop((side, slot), None)
+    def spilling(self, stack: Stack, n_live: int) -> Any:
+        """Return the arrays of the regions that go to the host."""
+        roots = {key: refs for key, refs in self._roots.items() if key[0] == stack.side and key[1] >= n_live}
+        shift = self._arena._shift
+        start, low = stack.records[n_live].offset + shift, stack.side == "low"
+        entries = [
+            entry
+            for entry in self.ledger.alive()
+            if not entry.dropped and (entry.start >= start if low else entry.start <= start)
+        ]
+        return roots, entries
+
+    def restored(self, stack: Stack, n_live: int, known: Any) -> None:
+        """Know them again."""
+        roots, entries = known
+        self._roots.update(roots)
+        for entry in entries:
+            entry.dropped = False
 
     def check_above(self, top: int) -> None:
-        """Raise `LiveArraysError` if an array that outlived its region reaches above `top`."""
-        self._left = [left for left in self._left if left.owner() is not None]
-        alive = [left for left in self._left if left.stop > top]
+        """Raise `LiveArraysError` if an array reaches above `top`: its region is gone."""
+        alive = [entry for entry in self.ledger.alive() if entry.stop > top and entry.stop > entry.start]
         if alive:
             raise LiveArraysError(
                 f"{_describe(alive)} still referenced above {top}; reading memory that is gone would end the "
                 f"process, so delete them before trim()",
-                labels=[left.label for left in alive],
+                labels=[entry.label for entry in alive],
             )
 
 
-def _outermost(arena: Arena) -> Arena:
-    while arena._parent is not None:
-        arena = arena._parent._arena
-    return arena
+def _error(alive: list[_Entry], drop: Drop) -> LiveArraysError:
+    return LiveArraysError(
+        f"{_describe(alive)} still referenced where {drop.cause} gives the memory back; delete them, or copy what "
+        f"you need",
+        labels=[entry.label for entry in alive],
+    )
 
 
-def _describe(alive: list[_Left]) -> str:
-    names = sorted({repr(left.label) if left.label else f"offset {left.start}" for left in alive})
+def _describe(alive: list[_Entry]) -> str:
+    names = sorted({repr(entry.label) if entry.label else f"offset {entry.start}" for entry in alive})
     return f"{len(alive)} native array{'s are' if len(alive) > 1 else ' is'} ({', '.join(names[:5])})"

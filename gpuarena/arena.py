@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena import _messages, backends
 from gpuarena._allocation import Allocation
-from gpuarena._state import check_text, parse_alignment, parse_debug
+from gpuarena._state import check_text, parse_alignment, parse_debug, warn
 from gpuarena._units import parse_nbytes
 from gpuarena.checkpoint import Checkpoint
 from gpuarena.errors import ArgumentError, refuse_copy
@@ -413,7 +413,9 @@ class Arena(Allocation):
         damaged are reported as a warning, because nothing is raised here.
         """
         with self._lock:
-            self._close(None)
+            warned = self._close(None)
+        for warning in warned:  # last, because a warning may be turned into an error
+            warn(warning)
 
     def __enter__(self) -> Arena:
         if self._closed:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpuarena._stack import Cause
 from gpuarena.errors import ArgumentError, ArgumentTypeError, refuse_copy
 
 if TYPE_CHECKING:
@@ -46,13 +45,9 @@ class Frame:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def __getattr__(self, name: str) -> Any:
-        # Only called when there is no such attribute, which is so once the frame is stale.
-        regions = self.__dict__.get("_regions", {})
-        if name in regions:  # placed again if a rollback took it away and was then refused
-            array = self.__dict__[name] = regions[name].array
-            return array
-        raise AttributeError(f"the frame has no buffer {name!r}; it has {', '.join(regions)}")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
@@ -64,15 +59,28 @@ class Frame:
         """Whether the memory still belongs to the frame."""
         return all(region.is_live for region in self._regions.values())
 
-    def _close(self, cause: Cause | None) -> None:
+    def _let_go(self) -> None:
         for name in self._regions:
             self.__dict__.pop(name, None)
+        # Its attributes are looked up from now on; in a frame that is live the lookup must not cost anything.
+        object.__setattr__(self, "__class__", _EmptyFrame)
 
     def __repr__(self) -> str:
         return f"<frame of {', '.join(self._regions)}, {'live' if self.is_live else 'stale'}>"
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)
+
+
+class _EmptyFrame(Frame):
+    """A frame whose arrays were taken away: it is stale, or a rollback was refused after all."""
+
+    def __getattr__(self, name: str) -> Any:
+        regions = self.__dict__.get("_regions", {})
+        if name in regions:  # placed again, or refused because the region is stale
+            array = self.__dict__[name] = regions[name].array
+            return array
+        raise AttributeError(f"the frame has no buffer {name!r}; it has {', '.join(regions)}")
 
 
 def make_frame(arena: Arena, buffers: Mapping[str, Any], more: Mapping[str, Any], side: str) -> Frame:
@@ -94,6 +102,9 @@ def make_frame(arena: Arena, buffers: Mapping[str, Any], more: Mapping[str, Any]
     frame = Frame.__new__(Frame)
     regions: dict[str, Region] = {}
     with arena._lock:
+        arena._need_room(
+            [(shape, dtype) for shape, dtype in buffers.values()], side, f"frame of {', '.join(buffers)}"
+        )
         undo = arena._mark(side)
         try:
             for name, (shape, dtype) in buffers.items():
@@ -103,7 +114,9 @@ def make_frame(arena: Arena, buffers: Mapping[str, Any], more: Mapping[str, Any]
             arena._undo(undo)
             raise
         frame.__dict__.update(arrays, _regions=regions)
-        dependents_of(arena).add(list(regions.values())[-1], frame)  # stale as soon as the last buffer is
+        dependents_of(arena).add_frame(
+            list(regions.values())[-1], frame
+        )  # stale as soon as the last buffer is
     return frame
 
 
@@ -140,6 +153,7 @@ class FrameArenas:
 
     def __init__(self, n: int, nbytes: int | str, *, arena: Arena | None = None, **options: Any) -> None:
         from gpuarena import _bump
+        from gpuarena._state import parse_debug
         from gpuarena._units import parse_nbytes
         from gpuarena.arena import Arena
 
@@ -151,19 +165,27 @@ class FrameArenas:
         self._owns = arena is None
         if arena is None:
             alignment = options.get("alignment", 256)
-            guard = 4096 if options.get("debug") else 0  # guard zones between the arenas
-            total = n * (_bump.align_up(each, alignment if isinstance(alignment, int) else 256) + guard)
+            settings = parse_debug(options.get("debug"))
+            guard = 0 if settings is None or settings.separate else settings.guard
+            # A wrong alignment is the arena's to refuse.
+            step = _bump.align_up(each + guard, alignment if isinstance(alignment, int) else 1)
+            total = n * max(step, each + guard)
             arena = Arena(total, **options)
         elif options:
             raise ArgumentError(f"FrameArenas: {', '.join(options)} belong to the arena that was given")
         self.arena = arena
         with arena._lock:
+            arena._need_room([((each,), "uint8")] * n, "low", f"{n} arenas in turn", align=arena.alignment)
             undo = arena._mark("low")
+            strict = arena._strict
+            arena._strict = strict and not self._owns  # its own arenas lie there for good
             try:
                 self._children = [arena.child(each, name=f"step {i}") for i in range(n)]
             except BaseException:
                 arena._undo(undo)
                 raise
+            finally:
+                arena._strict = strict
         self._at = -1
 
     def advance(self) -> Arena:

@@ -185,6 +185,8 @@ class Region:
                 return array
             viewer = backend.viewer(library)
             viewer.check_dtype(self.dtype)
+            if arena._tracker is not None:
+                return arena._tracker.array(self, viewer)
             array = arena._root_array(root, library)
             if self is root:
                 return array

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuarena._positions import raise_reports
 from gpuarena._stack import Hook, Record
 from gpuarena.checkpoint import Checkpoint
 from gpuarena.errors import CaptureError, CheckpointError, refuse_copy
@@ -36,6 +37,8 @@ class Spill:
         records: list[Record],
         top: int,
         used: int,
+        arrays: list[Any],
+        foreign: dict[int, dict[str, Any]],
         watched: list[tuple[Hook, Any]],
     ) -> None:
         self._arena = arena
@@ -43,8 +46,10 @@ class Spill:
         self._contents: Any = contents  # [nbytes] uint8
         self._serials, self._records = serials, records
         self._top, self._used = top, used
+        self._arrays, self._foreign = arrays, foreign  # somebody may have them, and write into them again
         self._watched = watched  # what each hook knew of the regions
         self._cause = arena._causes[-1]
+        self._marked = (arena._low if checkpoint.side == "low" else arena._high).marked
         self.nbytes = contents.nbytes
         self.n_regions = len(serials)
 
@@ -88,17 +93,23 @@ class Spill:
             if low > high:
                 raise arena._out_of_memory(stack, self.nbytes, min(start, self._top), "spilled regions")
             arena._commit(max(start, self._top))
+            known = {id(hook): state for hook, state in self._watched}
+            for hook, state in self._watched:
+                hook.restoring(self._records, state)
             if self.nbytes:
                 arena._backend.write_bytes(min(start, self._top), self._contents)
-            for serial, record in zip(self._serials, self._records, strict=True):
+            arena._foreign.update({(stack.side, slot): arrays for slot, arrays in self._foreign.items()})
+            for serial, record, array in zip(self._serials, self._records, self._arrays, strict=True):
                 stack.serials.append(serial)
                 stack.records.append(record)
-                stack.arrays.append(None)
+                stack.arrays.append(array)
+            stack.marked = max(stack.marked, self._marked)
             # They count as neither allocated nor freed: they never went.
             stack.freed -= self._used - stack.used
             stack.top, stack.used = self._top, self._used
-            for hook, known in self._watched:
-                hook.restored(stack, self._checkpoint._n_live, known)
+            for hook in (*arena._drop_hooks, *arena._hooks):
+                hook.restored(stack, self._checkpoint._n_live, known.get(id(hook)))
+            self._arrays, self._foreign, self._watched = [], {}, []
             if self._cause in arena._causes:  # it dropped nothing, after all
                 arena._causes.remove(self._cause)
             self._contents = None
@@ -123,15 +134,27 @@ def make_spill(arena: Arena, checkpoint: Checkpoint, frame: FrameType) -> Spill:
     n_live = checkpoint._n_live
     if len(stack.serials) == n_live:
         raise CheckpointError("spill: no regions are live above the checkpoint")
-    if arena._dependents is not None and arena._dependents.above(stack.side, n_live):
+    if arena._dependents is not None and arena._dependents.any_above(stack.side, n_live):
         raise CheckpointError(
             "spill: a child arena or a frame lies above the checkpoint, which could not be brought back as it was"
         )
     if arena._order is not None:
         arena._order.synchronize(stack.side, n_live)
+    if arena._checks is not None:
+        arena._checks.inspect(stack, n_live)  # damage is reported now, so that it cannot lose the contents
     start, stop = sorted((checkpoint.top, stack.top))
     contents = arena._backend.read_bytes(start, stop)
     serials, records, top, used = stack.serials[n_live:], stack.records[n_live:], stack.top, stack.used
     watched = [(hook, hook.spilling(stack, n_live)) for hook in (*arena._drop_hooks, *arena._hooks)]
-    arena._drop_to(checkpoint, "spill()", frame)
-    return Spill(arena, checkpoint, contents, serials, records, top, used, watched)
+    arrays = stack.arrays[n_live:]
+    foreign = {
+        slot: found for (side, slot), found in arena._foreign.items() if side == stack.side and slot >= n_live
+    }
+    reports = arena._drop_to(checkpoint, "spill()", frame)
+    spill = Spill(arena, checkpoint, contents, serials, records, top, used, arrays, foreign, watched)
+    try:
+        raise_reports(reports)
+    except BaseException:  # a warning that was turned into an error, which must not lose the contents
+        spill.restore()
+        raise
+    return spill

@@ -20,7 +20,7 @@ class PartBackend(Backend):
         self._start = start
         self.name = whole.name
         self.device = whole.device
-        self.address = whole.address + start
+        self.address = whole.address_of(start)
         self.nbytes = nbytes
         self.negative_strides = whole.negative_strides
         self.survives_fork = whole.survives_fork

@@ -42,11 +42,13 @@ class SeparateBackend(Backend):
         self.address = 0  # of no buffer: only differences of it have a meaning
         self.nbytes = nbytes
         self._offsets: list[int] = []  # of the buffers, sorted
+        self._alignments: dict[int, int] = {}  # by offset
         self._buffers: list[Backend] = []
 
     def provide(self, offset: int, nbytes: int, alignment: int) -> None:
         """Make the buffer of a region that is about to be taken; raise `OutOfMemoryError` when there is none."""
         if nbytes:
+            self._alignments[offset] = alignment
             made = backends.create(self._factory, nbytes, self._given_device, alignment)
             at = bisect.bisect_left(self._offsets, offset)
             if at < len(self._offsets) and self._offsets[at] == offset:  # left by an allocation that failed
@@ -55,11 +57,17 @@ class SeparateBackend(Backend):
                 self._offsets.insert(at, offset)
                 self._buffers.insert(at, made)
 
+    def alignment_of(self, offset: int) -> int:
+        """Return the alignment that the buffer at an offset was made with."""
+        return self._alignments.get(offset, 1)
+
     def drop(self, start: int, stop: int) -> None:
         """Let the buffers that begin from `start` to `stop` go."""
         a, b = bisect.bisect_left(self._offsets, start), bisect.bisect_left(self._offsets, stop)
         for buffer in self._buffers[a:b]:
             buffer.release()
+        for offset in self._offsets[a:b]:
+            del self._alignments[offset]
         del self._offsets[a:b], self._buffers[a:b]
 
     def _find(self, offset: int) -> tuple[Backend, int]:

@@ -64,6 +64,8 @@ class TorchBackend(Backend):
         self.nbytes: int = buffer.numel()
         self._start = int(buffer.storage_offset())  # bytes from the storage's start to `address`
         self._host: np.ndarray[Any, Any] | None = None  # the memory, if a storage cannot start where it does
+        self._bytes: Any = None  # the storage seen by NumPy, once it is needed
+        self._tracked = False  # whether there are roots with storages of their own
         self._bases: dict[str, torch.Tensor] = {}
         self._viewers: dict[str, Any] = {}
         self.survives_fork = self._device.type == "cpu" and not buffer.is_pinned()
@@ -210,12 +212,29 @@ class TorchBackend(Backend):
                 return prototype.data
         return prototype.data
 
-    def tracked_root(
-        self, offset: int, shape: tuple[int, ...], dtype: DType
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a root twice: views refer to the tensor that they were made of."""
-        tensor = self.root(offset, shape, dtype)
-        return tensor, tensor
+    def tracked_root(self, offset: int, shape: tuple[int, ...], dtype: DType) -> tuple[torch.Tensor, Any]:
+        """Return a tensor and what lives while it or any view of it does.
+
+        On the host that is an array of the region's own bytes, which a storage of the region's own refers to: then
+        every alias counts, and nothing can be resized beyond the region. On a device it is the tensor itself, to
+        which views that autograd knows of refer.
+        """
+        n_elements = math.prod(shape)
+        if self._device.type != "cpu" or n_elements == 0:
+            tensor = self.root(offset, shape, dtype)
+            return tensor, tensor
+        with _normal_mode():
+            if self._bytes is None:
+                # On memory that begins below its storage the backend has them already.
+                self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._storage).numpy()
+            start = self._start + offset if self._host is None else offset
+            whole: Any = self._bytes if self._host is None else self._host
+            part = memoryview(whole)[start : start + n_elements * dtype.itemsize]
+            owner = np.frombuffer(part, np.uint8)
+            self._tracked = True
+            storage = guard(torch.from_numpy(owner).untyped_storage())
+            tensor = torch.empty(0, dtype=dtype.torch)
+            return tensor.set_(storage, 0, shape, contiguous_strides(shape, 1)), owner
 
     def view(self, root: torch.Tensor, layout: Layout, dtype: DType) -> torch.Tensor:
         """Return a view that shares the root's version counter, so that writes are seen by its backward."""
@@ -226,7 +245,7 @@ class TorchBackend(Backend):
             raise StrideError(
                 "torch has no views with negative strides; use torch.flip(region.array, dims) for a copy"
             )
-        elif self._host is None:
+        elif self._host is None and not self._tracked:
             element = self._element(self._start + offset, dtype)
         else:
             element = self._element(self.address + offset - root.untyped_storage().data_ptr(), dtype)
@@ -337,7 +356,7 @@ class TorchBackend(Backend):
         """Drop the storage; tensors made of it keep it alive."""
         self._viewers.clear()
         self._bases.clear()
-        self._storage = None
+        self._storage = self._bytes = None
 
 
 def _device(device: Any) -> torch.device:

@@ -133,7 +133,7 @@ class Profile(Hook):
         self._add(new.label, new.nbytes - old.nbytes, new.top - old.top, 0)
 
     def before_drop(self, drop: Drop) -> None:
-        """Count the regions that go; nothing refuses a drop after this hook."""
+        """Count the regions that go."""
         self._count_dropped(drop.stack, drop.n_live)
 
     def _count_dropped(self, stack: Stack, n_live: int) -> None:
@@ -152,12 +152,11 @@ class Profile(Hook):
             record = stack.records[slot]
             self._add(record.label, record.nbytes, abs(record.top - before), 1)
 
-    def closing(self) -> Warning | None:
+    def closing(self) -> None:
         """Count everything as freed."""
         for stack in (self._arena._low, self._arena._high):
             if stack.serials:
                 self._count_dropped(stack, 0)
-        return None
 
     def failed(self, stack: Stack, nbytes: int, align: int, label: str | None) -> None:
         """Count a refusal."""

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import sys
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -35,8 +36,9 @@ class Event:
     """Something an arena did. Sizes are bytes."""
 
     kind: str
-    """``"start"`` (one for each end), ``"alloc"``, ``"extend"``, ``"rollback"`` (of any kind, the end of a scope included), ``"restore"`` (of
-    spilled regions), ``"fail"`` (out of memory) or ``"close"``."""
+    """``"start"`` (one for each end), ``"alloc"``, ``"extend"``, ``"rollback"`` (of any kind, the end of a scope
+    included), ``"pin"`` (memory kept for a graph), ``"restore"`` (a region back from the host), ``"fail"`` (out of
+    memory) or ``"close"``."""
     side: str
     """The end: ``"low"`` or ``"high"``."""
     n_regions: int
@@ -70,6 +72,7 @@ class Trace(Hook):
         self._arena = arena
         self._state = "new"
         self._file: TextIO | None = None
+        self._error: OSError | None = None  # of a file that could not be written
         self.path = None if path is None else _check_path(path)
         self.events: list[Event] = []
 
@@ -93,14 +96,25 @@ class Trace(Hook):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Stop, and close the file."""
+        """Stop, and close the file.
+
+        Raises
+        ------
+        OSError
+            The file could not be written, now or since; the arena went on without it.
+        """
         with self._arena._lock:
             self._state = "ended"
             if self in self._arena._hooks:
                 self._arena._hooks.remove(self)
             if self._file is not None:
-                self._file.close()
-                self._file = None
+                file, self._file = self._file, None
+                try:
+                    file.close()
+                except OSError as error:
+                    self._error = self._error or error
+            if self._error is not None and exc is None:
+                raise self._error
 
     def save(self, path: Any) -> None:
         """Write the events to a ``.jsonl`` or ``.csv`` file."""
@@ -118,17 +132,19 @@ class Trace(Hook):
     # -- what happens -------------------------------------------------------------------------------------------
 
     def _note(self, event: Event) -> None:
-        if self._file is None:
+        if self.path is None:
             self.events.append(event)
-        else:
-            assert self.path is not None, "a file has a path"
-            self._file.write(_line(event, self.path.suffix))
+        elif self._file is not None and self._error is None:
+            try:
+                self._file.write(_line(event, self.path.suffix))
+            except OSError as error:  # the arena's call has happened; the block's end tells
+                self._error = error
 
     def after_take(self, take: Take) -> None:
         """Log a region."""
         self._note(
             Event(
-                "alloc", take.stack.side, take.slot + 1, take.new_top, take.offset, take.nbytes, take.shape,
+                take.kind, take.stack.side, take.slot + 1, take.new_top, take.offset, take.nbytes, take.shape,
                 take.dtype.name, take.align, take.label,
             )
         )  # fmt: skip
@@ -159,10 +175,9 @@ class Trace(Hook):
             Event("fail", stack.side, len(stack.serials), stack.top, nbytes=nbytes, align=align, label=label)
         )
 
-    def closing(self) -> Warning | None:
+    def closing(self) -> None:
         """Log the end."""
         self._note(Event("close", "low", 0, 0))
-        return None
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)
@@ -202,14 +217,18 @@ def load_trace(path: Any) -> list[Event]:
         The file's suffix is unknown, or a line is no event; the message names it.
     """
     path = _check_path(path)
-    events = []
-    with open(path, encoding="utf-8", newline="") as file:
-        rows: Any = csv.DictReader(file) if path.suffix == ".csv" else file
-        for number, row in enumerate(rows, start=2 if path.suffix == ".csv" else 1):
-            try:
+    events: list[Event] = []
+    is_csv = path.suffix == ".csv"
+    limit = csv.field_size_limit(sys.maxsize)  # a label can be of any length
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file) if is_csv else file:
                 events.append(_parse(row, path.suffix))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ArgumentError(f"{path}, line {number}, is no event: {error}") from error
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
+        line = len(events) + (2 if is_csv else 1)
+        raise ArgumentError(f"{path}, line {line}, is no event: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
     return events
 
 
@@ -246,9 +265,15 @@ def replay(events: list[Event], arena: Arena) -> list[Region]:
         side, regions = event.side, live[event.side]
         if event.kind == "start":
             first[side] = event.n_regions
-        elif event.kind in ("alloc", "restore"):
+        elif event.kind in ("pin", "restore"):  # placed as they were, whatever lies in between
+            regions.append(
+                arena._place_again(side, event.offset, event.nbytes, event.top, event.label, event.kind)
+            )
+        elif event.kind == "alloc":
             shape, dtype = _plain(event)
             regions.append(arena.alloc(shape, dtype, align=event.align, label=event.label, side=side))
+        elif event.kind == "extend" and not regions:
+            raise ArgumentError("the trace extends a region that was made before it began")
         elif event.kind == "extend":
             regions[-1] = regions[-1].extend(event.nbytes * regions[-1].shape[0] // regions[-1].nbytes)
         elif event.kind == "rollback":

@@ -8,9 +8,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from gpuarena.debug import Debug
+
 __all__ = [
     "DTYPES",
     "alignments",
+    "debug_settings",
     "indices",
     "negative_shapes",
     "overflowing_shapes",
@@ -47,6 +50,18 @@ def steps_backwards(key: Any) -> bool:
     """Return whether an index has a slice with a negative step."""
     keys: Sequence[Any] = key if isinstance(key, tuple) else (key,)
     return any(isinstance(k, slice) and k.step is not None and k.step < 0 for k in keys)
+
+
+def debug_settings() -> st.SearchStrategy[Debug | None]:
+    """Return settings of debug mode that keep everything in one buffer, and as often None."""
+    return st.none() | st.builds(
+        Debug,
+        poison=st.sampled_from([True, True, True, False]),
+        guard=st.sampled_from([64, 1, 0, 13]),
+        call_sites=st.booleans(),
+        on_live_arrays=st.sampled_from(["warn", "raise", "ignore"]),
+        strict=st.sampled_from([False] * 5 + [True]),  # most calls are refused in it
+    )
 
 
 @st.composite
@@ -99,9 +114,12 @@ def wrong_alignments() -> st.SearchStrategy[Any]:
 
 
 def programs(
-    max_steps: int = 40, *, largest_alignment: int = 1024
+    max_steps: int = 40, *, largest_alignment: int = 1024, parts: bool = False
 ) -> st.SearchStrategy[list[tuple[Any, ...]]]:
-    """Return calls for `Driver.step`: each a name and its arguments, numbers standing for things made before."""
+    """Return calls for `Driver.step`: each a name and its arguments, numbers standing for things made before.
+
+    With `parts`, calls on the high end, on children, frames and spilled regions, and growth are among them.
+    """
     number = st.integers(0, 30)
     byte = st.integers(0, 255)
     align = st.none() | alignments(largest_alignment)
@@ -113,7 +131,7 @@ def programs(
     )
     keys = st.lists(part, max_size=4).map(tuple)
     dtypes = st.sampled_from(DTYPES)
-    calls = st.one_of(
+    calls = [
         st.tuples(st.just("alloc"), shapes(), dtypes, align, byte),
         st.tuples(st.just("fill"), st.integers(-1, 1), align, byte),
         st.tuples(
@@ -132,5 +150,26 @@ def programs(
         st.tuples(st.just("reset")),
         st.tuples(st.just("open")),
         st.tuples(st.just("close"), st.booleans()),
+    ]
+    if not parts:
+        return st.lists(st.one_of(calls), max_size=max_steps)
+    side = st.sampled_from(["low", "high"])
+    small = shapes(max_dims=2, max_side=4)
+    last = st.sampled_from([-1, -1, 0, 5])
+    inside = st.one_of(
+        st.tuples(st.just("alloc"), small, dtypes, st.none(), byte, side),
+        st.tuples(st.just("extend"), last, st.integers(-1, 3), byte),
+        st.tuples(st.just("checkpoint"), side),
+        st.tuples(st.just("rollback"), last),
+        st.tuples(st.just("spill"), last),
+        st.tuples(st.just("restore"), last),
     )
-    return st.lists(calls, max_size=max_steps)
+    more = [
+        inside,
+        inside,
+        st.tuples(st.just("open"), side),
+        st.tuples(st.just("frame"), st.lists(st.tuples(small, dtypes), min_size=1, max_size=3), byte, side),
+        st.tuples(st.just("child"), st.integers(1, 200), side),
+        st.tuples(st.just("inside"), number, inside),
+    ]
+    return st.lists(st.one_of(*more, *more, *calls), max_size=max_steps)

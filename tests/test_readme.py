@@ -45,8 +45,8 @@ def test_the_code_runs_and_prints_what_its_comments_say(number, small_model):
     assert printed.getvalue().splitlines() == expected
 
 
-def test_there_are_three_examples():
-    assert len(BLOCKS) == 3
+def test_every_example_is_found():
+    assert len(BLOCKS) == README.read_text(encoding="utf-8").count("```python") == 4
 
 
 def test_the_set_up_commands_are_exactly_two():

@@ -426,7 +426,13 @@ class Allocation(Positions):
             shape = parse_shape((n_rows, *region.shape[1:])) if region.shape else None
             if shape is None or not region.is_contiguous or region.offset != record.offset:
                 raise ShapeError("only a whole region with at least one dimension can be extended")
-            if shape[0] < region.shape[0] or region.nbytes != record.nbytes:
+            if region.nbytes != record.nbytes:
+                raise ShapeError(
+                    f"{region._describe()} has grown since, to {record.nbytes} bytes; extend the handle that extend() "
+                    f"returned",
+                    shape=region.shape,
+                )
+            if shape[0] < region.shape[0]:
                 raise ShapeError(
                     f"extend takes the new number of rows of the whole region, at least {region.shape[0]}, "
                     f"not {n_rows}",

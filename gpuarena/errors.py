@@ -30,6 +30,7 @@ A call that raises one of these has changed nothing. The figures of a message ar
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 __all__ = [
@@ -61,11 +62,30 @@ __all__ = [
 
 
 class ArenaError(Exception):
-    """Base of all errors of this package; keyword arguments become attributes."""
+    """Base of all errors of this package; keyword arguments become attributes.
+
+    Errors can be pickled, as a worker process does with them: attributes that are handles then become texts.
+    """
 
     def __init__(self, message: str, **figures: Any) -> None:
         super().__init__(message)
         self.__dict__.update(figures)
+
+    def __reduce__(self) -> Any:
+        figures = {name: _portable(value) for name, value in self.__dict__.items()}
+        return _restore, (type(self), str(self), figures)
+
+
+def _restore(kind: type[ArenaError], message: str, figures: dict[str, Any]) -> ArenaError:
+    return kind(message, **figures)
+
+
+def _portable(value: Any) -> Any:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a handle raises
+        return repr(value)
+    return value
 
 
 class ArgumentError(ArenaError, ValueError):

@@ -415,8 +415,9 @@ class Region:
     def __array_interface__(self) -> Any:
         """The array interface (version 3); only for host memory, and for types that it can name."""
         numpy = self.dtype.numpy
-        if not _has_typestr(numpy) or not self.device_is_host:
-            raise AttributeError("__array_interface__")  # numpy.asarray falls back to __array__
+        if not _has_typestr(numpy) or not self.device_is_host or self._arena._tracker is not None:
+            # numpy.asarray falls back to __array__, whose array is tracked where that matters.
+            raise AttributeError("__array_interface__")
         self.array  # noqa: B018 - the consumer keeps this region, which thereby keeps the memory
         return self.as_numpy().__array_interface__
 
@@ -426,7 +427,7 @@ class Region:
         numpy: Any = self.dtype.numpy
         if not _has_typestr(numpy) or self.device_is_host:
             raise AttributeError("__cuda_array_interface__")
-        self.array  # noqa: B018 - the consumer keeps this region, which thereby keeps the memory
+        self._array = self.array  # the consumer keeps this region, which thereby keeps the memory
         return {
             "version": 3,
             "shape": self.shape,

@@ -99,6 +99,11 @@ class CupyBackend(Backend):
     def write(self, array: Any, value: Any) -> None:
         """Assign with CuPy's rules for casts and broadcasting; host values are cast and then copied to the device."""
         with cupy.cuda.Device(self._device_id):
+            if isinstance(value, (bool, int, float, complex)) and array.dtype.isbuiltin == 1:
+                array.fill(
+                    np.asarray(value, array.dtype).item()
+                )  # a kernel alone, which a capture can contain
+                return
             if not isinstance(value, cupy.ndarray):
                 value = as_host_array(value, array.dtype)
                 check_broadcast(value.shape, array.shape)
@@ -125,7 +130,7 @@ class CupyBackend(Backend):
             # CuPy's DLPack capsule is made in C, the one producer whose deleter is safe at interpreter exit.
             with cupy.cuda.Device(self._device_id):
                 tensor = torch.utils.dlpack.from_dlpack(self.root(0, (self.nbytes,), as_dtype("uint8")))
-            self._viewers[library] = backends.load("torch").adopt(tensor)
+            self._viewers[library] = backends.load("torch").adopt(tensor, owned=True)
         return self._viewers[library]
 
     def fill_bytes(self, start: int, stop: int, byte: int) -> None:

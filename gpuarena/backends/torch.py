@@ -108,8 +108,11 @@ class TorchBackend(Backend):
         return cls(raw[start : start + nbytes], owned=True)
 
     @classmethod
-    def adopt(cls, buffer: torch.Tensor) -> TorchBackend:
-        """Take a contiguous tensor of any dtype, whose storage it keeps alive."""
+    def adopt(cls, buffer: torch.Tensor, *, owned: bool = False) -> TorchBackend:
+        """Take a contiguous tensor of any dtype, whose storage it keeps alive.
+
+        `owned` says that nobody else has the storage, which then refuses to be copied as a whole.
+        """
         if buffer.requires_grad:
             raise AutogradError("the tensor requires grad; adopt tensor.detach(), whose memory is the same")
         if buffer.layout is not torch.strided or buffer.device.type == "meta":
@@ -125,7 +128,7 @@ class TorchBackend(Backend):
             # A storage that starts at an odd address (torch.frombuffer) allows no typed views; NumPy's
             # wrapper over the same bytes starts where we say.
             return cls.adopt_numpy(as_bytes.numpy())
-        return cls(as_bytes)
+        return cls(as_bytes, owned=owned)
 
     @classmethod
     def adopt_numpy(cls, buffer: np.ndarray[Any, Any]) -> TorchBackend:
@@ -262,6 +265,13 @@ class TorchBackend(Backend):
                 except NotImplementedError:  # a type without kernels
                     _as_integers(array).zero_()
             return
+        if isinstance(value, (bool, int, float, complex)) and array.device.type != "cpu":
+            numpy = as_dtype(array.dtype).numpy
+            if numpy is not None and numpy.kind in "biufc":
+                # By a kernel alone: a copy from the host would wait for it, which a capture cannot.
+                with torch.no_grad():
+                    array.fill_(np.asarray(value, numpy).item())
+                return
         source = self._as_tensor(value, array)
         check_broadcast(source.shape, tuple(array.shape))
         if source.ndim > array.ndim:  # leading ones, which NumPy's assignment drops

@@ -189,7 +189,7 @@ class VirtualTorchBackend(VirtualBackend):
             # The device is given, for without it torch copies to the CPU (pytorch#54139). It asks the driver
             # whose the address is, hence `n_kept`.
             tensor = torch.as_tensor(_CudaArray(owner), device=f"cuda:{device_id}")
-            adopted: Backend = library.adopt(tensor)
+            adopted: Backend = library.adopt(tensor, owned=True)
             return adopted
 
         return cls(_cuda_driver(device_id), nbytes, alignment, wrap, n_kept=1, survives_fork=False)

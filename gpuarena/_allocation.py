@@ -145,9 +145,12 @@ class Allocation(Positions):
                 granted = self._quick(shape, dtype, align, label)
                 if granted is not None:
                     record, dims, dt, slot, repeated = granted
-                    if repeated and self._requests[slot][-1] is None:
-                        self._requests[slot] = (*self._requests[slot][:-1], _WANTED)
-                    array = self._again(low, slot, dims, dt, record)
+                    if repeated:
+                        if self._requests[slot][-1] is None:
+                            self._requests[slot] = (*self._requests[slot][:-1], _WANTED)
+                        array = self._again(low, slot, dims, dt, record)
+                    else:
+                        array = self._backend.root(record[0], dims, dt)
                     self._push(low, record, array)
                     return array
             return self._allocate(shape, dtype, align, label, side, None, needs_array=True)[-1]

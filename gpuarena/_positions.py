@@ -135,6 +135,21 @@ class Positions(State):
         assert checkpoint is not None, "a scope that was entered has a checkpoint"
         with self._lock:
             scopes = self._scopes
+            stack = self._low if checkpoint.side == "low" else self._high
+            serials, n_live = stack.serials, checkpoint._n_live
+            if (
+                scopes
+                and scopes[-1] is scope
+                and not self._hooks
+                and not self._drop_hooks
+                and checkpoint._epoch == self._epoch
+                and (n_live == 0 or (n_live <= len(serials) and serials[n_live - 1] == checkpoint._serial))
+            ):  # everything in good order, and nobody to ask; a closed arena has no scopes
+                scopes.pop()
+                if len(serials) > n_live:
+                    cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
+                    self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
+                return
             inner: list[Scope] = []
             if known := bool(scopes) and scopes[-1] is scope:  # in good order
                 scopes.pop()
@@ -148,8 +163,7 @@ class Positions(State):
                 raise CheckpointError(
                     f"{scope!r} was closed out of order: a scope around it was closed before it"
                 )
-            stack = self._low if checkpoint.side == "low" else self._high
-            if len(stack.serials) > checkpoint._n_live:
+            if len(serials) > n_live:
                 cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
                 raise_reports(self._drop_to(checkpoint, cause, frame, leaving=True))
             if inner:
@@ -191,7 +205,6 @@ class Positions(State):
         if not self._hooks and not self._drop_hooks and also is None:
             stack = self._low if checkpoint.side == "low" else self._high
             if len(stack.serials) > checkpoint._n_live:
-                self._note_peaks()
                 self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
             return []
         self._watch()
@@ -207,7 +220,6 @@ class Positions(State):
             for hook in hooks:
                 hook.refuse_drop(drop)
         reports = [hook.before_drop(drop) for drop, _ in drops for hook in hooks]
-        self._note_peaks()
         for drop, target in drops:
             self._drop(drop.stack, target, drop.cause)
             for hook in hooks:
@@ -220,8 +232,10 @@ class Positions(State):
 
     def _drop(self, stack: Stack, target: Checkpoint, cause: Cause) -> None:
         """Bring one end back to a valid checkpoint."""
+        self._note_peaks()
         n_live = target._n_live
-        dropped = [array for array in stack.arrays[n_live:] if array is not None]
+        arrays = stack.arrays
+        dropped = [array for array in arrays[n_live:] if array is not None]
         if dropped:
             self._backend.invalidate(dropped)
         if self._foreign:
@@ -232,7 +246,7 @@ class Positions(State):
         if len(causes) == N_REMEMBERED:
             self._forgotten_limit = causes[0].serial_limit
         causes.append(cause)
-        del stack.serials[n_live:], stack.records[n_live:], stack.arrays[n_live:]
+        del stack.serials[n_live:], stack.records[n_live:], arrays[n_live:]
         used = target._used
         stack.freed += stack.used - used
         stack.used = used

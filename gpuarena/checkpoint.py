@@ -65,7 +65,7 @@ class Scope:
         with arena._lock:
             self._checkpoint = arena.checkpoint(self.side)
             arena._scopes.append(self)
-        self._state = "open"
+            self._state = "open"
         return self
 
     def __exit__(

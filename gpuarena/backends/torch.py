@@ -37,6 +37,9 @@ def _normal_mode() -> Iterator[None]:
         yield
 
 
+_as_strided = torch.as_strided
+_is_inference_mode = torch.is_inference_mode_enabled
+
 #: Of the start of a storage, in bytes: the largest item size.
 _STORAGE_ALIGNMENT = 16
 _UINT8 = as_dtype("uint8")
@@ -192,25 +195,27 @@ class TorchBackend(Backend):
         base = self._bases.get(dtype.name)
         if base is None:
             base = self._base(dtype)
-        strides = []  # torch counts elements
-        n_elements = 1
-        for dim in reversed(shape):
-            strides.append(n_elements)
-            n_elements *= dim
-        position = self._start + offset
-        element = position // dtype.itemsize
-        if n_elements == 0:
-            element, strides = 0, list(reversed(contiguous_strides(shape, 1)))
-        elif position < 0:
-            return self._root_below_storage(offset, shape, dtype)
-        elif element * dtype.itemsize != position:
-            element = self._element(position, dtype)
-        strides.reverse()
-        return self.again(torch.as_strided(base, shape, strides, element))
+        itemsize, position = dtype.itemsize, self._start + offset
+        element = position // itemsize
+        strides: tuple[int, ...]
+        if len(shape) == 2 and shape[1]:  # the commonest, written out
+            strides = shape[1], 1  # torch counts elements
+        else:
+            strides = contiguous_strides(shape, 1)
+        if element < 0 or element * itemsize != position or 0 in shape:
+            if 0 in shape:
+                element = 0
+            elif position < 0:
+                return self._root_below_storage(offset, shape, dtype)
+            else:
+                element = self._element(position, dtype)
+        if _is_inference_mode():
+            return self.again(_as_strided(base, shape, strides, element))
+        return _as_strided(base, shape, strides, element).data
 
     def again(self, prototype: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the bytes of a prototype, with a version counter of its own."""
-        if torch.is_inference_mode_enabled():
+        if _is_inference_mode():
             with torch.inference_mode(False):
                 return prototype.data
         return prototype.data

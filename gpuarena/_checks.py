@@ -65,7 +65,8 @@ class Checks(Hook):
         if take.growing:  # over its guard zone, which is looked at before it moves
             found = self._damage([(take.stack, take.slot)])
         if self._poison:
-            found += self._written_after(take.offset, take.offset + take.nbytes)
+            start, stop = sorted((take.old_top, take.new_top))  # guard zones and gaps included
+            found += self._written_after(min(start, take.offset), max(stop, take.offset + take.nbytes))
         if found:
             raise _error(found)
 

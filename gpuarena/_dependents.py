@@ -103,11 +103,15 @@ class Dependents(Hook):
                 del kept[key]
         return warned
 
-    def closing(self) -> list[Warning]:
-        """End everything with the arena."""
+    def let_go(self) -> None:
+        """Let all frames go of their arrays."""
         for side in SIDES:
             for frame in self._frames_above(side, 0):
                 frame._let_go()
+
+    def closing(self) -> list[Warning]:
+        """End everything with the arena."""
+        self.let_go()
         children = list(self._children.values())
         self._children, self._frames = {}, {}
         cause = self._arena._cause_of_death

@@ -30,6 +30,8 @@ def _after_in_child() -> None:
         if not arena._closed and not arena._backend.survives_fork:
             _unreachable.append((arena._backend, list(arena._low.arrays), list(arena._high.arrays)))
             arena._forked = True
+            if arena._dependents is not None:
+                arena._dependents.let_go()
             arena._hooks, arena._drop_hooks = [], []  # none of them may touch the device
             arena._close(None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpuarena import _bump
 from gpuarena._units import format_nbytes
 from gpuarena.errors import (
     ArenaClosedError,
@@ -97,7 +98,7 @@ def stale(region: Region) -> ArenaError:
 
 
 def out_of_memory(
-    arena: Arena, stack: Stack, nbytes: int, offset: int, label: str | None
+    arena: Arena, stack: Stack, nbytes: int, offset: int, label: str | None, align: int
 ) -> OutOfMemoryError:
     """Return the error for a request that does not fit, with what holds the memory and what can be done."""
     low, high = arena._low.top, arena._high.top
@@ -106,6 +107,9 @@ def out_of_memory(
         missing, padding = offset + nbytes - high, offset - low
     else:
         missing, padding = low - offset, high - offset - nbytes
+    if stack.side == "high" or high < arena.capacity:
+        # The high end moves with the capacity, and keeps its alignment only by whole steps.
+        missing = _bump.align_up(missing, max(align, arena.alignment))
     labels = arena.by_label()
     holders = sorted(((size, name) for name, size in labels.items() if size), key=lambda pair: -pair[0])
     lines = [

@@ -40,7 +40,8 @@ class Pin:
 
     def __enter__(self) -> Pin:
         """Start to keep memory; a pin can be entered once, and none inside another."""
-        assert self._pins is not None, "a pin that was not entered still knows its arena"
+        if self._pins is None:
+            raise CheckpointError(f"{self!r} cannot be entered any more; make another with arena.pin()")
         self._pins.open(self)
         return self
 
@@ -87,6 +88,7 @@ class Pins(Hook):
 
     def __init__(self, arena: Arena) -> None:
         self._arena = weakref.proxy(arena)
+        self._lock = arena._lock  # a pin can be released when its arena is gone
         self._open: Pin | None = None
         self._by_capture = False  # whether the open pin was opened by a capture that was noticed
         self._kept: list[Pin] = []
@@ -101,9 +103,6 @@ class Pins(Hook):
 
     def closing(self) -> None:
         """Let all pins go; each still keeps the buffer, which its graph may use."""
-        for pin in self._kept:
-            pin.state = "closed"
-            pin._pins = None
         self._kept = []
 
     def watch(self, capturing: bool) -> None:
@@ -129,7 +128,8 @@ class Pins(Hook):
 
     def _begin(self, pin: Pin) -> None:
         pin.state = "open"
-        pin._buffer = self._arena._backend
+        # An array, because an arena that is closed makes its backend drop the memory.
+        pin._buffer = self._arena._backend.root(0, (1,), as_dtype("uint8"))
         self._open = pin
         self._arena._hooks.insert(0, self)
         self._capture_changed()
@@ -140,10 +140,16 @@ class Pins(Hook):
 
     def close(self, pin: Pin, *, failed: bool) -> None:
         """Leave a pin."""
-        with self._arena._lock:
+        with self._lock:
             if self._open is not pin:
                 return
-            if failed or self._arena._closed:
+            try:
+                failed = failed or self._arena._closed
+            except ReferenceError:  # the arena is gone
+                self._open = None
+                self._forget(pin)
+                return
+            if failed:
                 self._stop()
                 self._forget(pin)
             else:
@@ -164,6 +170,8 @@ class Pins(Hook):
             if stack.side not in pin._peaks:
                 continue  # nothing was handed out there
             peak = pin._peaks[stack.side]
+            if stack.side == "high":
+                peak = max(peak, arena._low.top)  # what both ends had in turn is the low end's
             nbytes = abs(peak - stack.top)
             offset = min(peak, stack.top)
             pin._n_live[stack.side] = len(stack.serials)
@@ -191,7 +199,7 @@ class Pins(Hook):
 
     def release(self, pin: Pin) -> None:
         """Let a pin go."""
-        with self._arena._lock:
+        with self._lock:
             if self._open is pin:
                 raise CheckpointError(f"{pin!r} cannot be released before its block has ended")
             if pin in self._kept:

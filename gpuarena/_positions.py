@@ -10,19 +10,32 @@ from gpuarena import _messages
 from gpuarena._stack import SIDES, Cause, Drop, Report, Stack
 from gpuarena._state import N_REMEMBERED, State, check_text, warn
 from gpuarena.checkpoint import Checkpoint, Scope
-from gpuarena.errors import ArenaError, ArgumentError, ArgumentTypeError, CheckpointError
+from gpuarena.errors import ArenaError, ArgumentError, ArgumentTypeError, CheckpointError, CorruptionError
 
 _END_OF_UNNAMED = "the end of an unnamed scope"
 
 
 def raise_reports(reports: list[Report]) -> None:
-    """Warn of what is to be warned of, for the line outside of this package; then raise the first error."""
+    """Warn of what is to be warned of, for the line outside of this package, and raise what is to be raised.
+
+    Of several errors, and of warnings that are turned into errors, the first is raised with the others as notes.
+    """
+    raised: list[BaseException] = []
     for report in reports:
         if isinstance(report, Warning):
-            warn(report)
-    for report in reports:
-        if isinstance(report, ArenaError):
-            raise report
+            try:
+                warn(report)
+            except Warning as warning:
+                raised.append(warning)
+    damage = [report for report in reports if isinstance(report, CorruptionError)]
+    if damage:
+        offsets = [offset for report in damage for offset in report.offsets]
+        raised.append(CorruptionError("; ".join(map(str, damage)), offsets=offsets))
+    raised += [r for r in reports if isinstance(r, ArenaError) and not isinstance(r, CorruptionError)]
+    if raised:
+        for other in raised[1:]:
+            raised[0].add_note(str(other))
+        raise raised[0]
 
 
 class Positions(State):

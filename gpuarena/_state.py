@@ -36,6 +36,10 @@ N_REMEMBERED = 256
 Request = tuple[int, tuple[int, ...], Any, Any, "str | None", Record, "DType", Any]
 
 
+#: In place of a cause, for memory that is taken for gone when its arena is closed.
+_AT_ONCE = object()
+
+
 class State:
     """The fields of an arena; `Arena` is this, with positions, allocation and the rest on top.
 
@@ -62,6 +66,10 @@ class State:
         self._backend = backend
         # A child shares the lock, because its parent's rollback ends it. It does not hold the parent itself.
         self._lock: Any = threading.RLock() if parent is None else parent._arena._lock
+        self._is_child = parent is not None
+        self._orphans: list[
+            tuple[backends.Backend, Any]
+        ] = []  # arrays of a closed child whose region still lives
         self._shift = 0 if parent is None else parent._arena._shift + parent.offset  # in the outermost arena
         self._token = object()
         self._closed = False
@@ -169,31 +177,49 @@ class State:
     def _close(self, cause: Cause | None) -> list[Warning]:
         """Close, and return what to warn of; the caller holds the lock."""
         if self._closed:
+            self._bury(cause)
             return []
+        self._cause_of_death = cause
         hooks = (*self._drop_hooks, *self._hooks)
         warned = [warning for hook in hooks for warning in hook.closing() or ()]
         self._note_peaks()
         self._closed = True
-        self._cause_of_death = cause
         self._scopes = []
         for stack in (self._low, self._high):
-            arrays = [array for array in stack.arrays if array is not None]
-            if arrays and cause is not None:  # a child's memory goes to somebody else at once
-                self._backend.invalidate(arrays)
+            self._orphans += [(self._backend, array) for array in stack.arrays if array is not None]
+            for slot in range(len(stack.serials)):
+                if self._tracker is not None:
+                    self._orphans += [
+                        (self._backend.viewer(library), array)
+                        for library, array in self._tracker.roots_of(stack, slot)
+                    ]
+                for library, array in self._foreign.get((stack.side, slot), {}).items():
+                    self._orphans.append((self._backend.viewer(library), array))
             stack.truncate(0)
             stack.freed += stack.used
             stack.top, stack.used = stack.start, 0
-        if cause is not None:
-            for side, slot in self._foreign:
-                self._invalidate_foreign(self._low if side == "low" else self._high, slot)
         self._foreign.clear()
+        if not self._is_child:
+            self._orphans = []  # the memory is theirs now
+        elif self._tracker is not None:
+            self._bury(cause or _AT_ONCE)  # held here, they would count as somebody's
+        else:
+            self._bury(cause)
         self._requests.clear()
         self._dtypes.clear()
         self._hooks, self._drop_hooks = [], []
         self._is_capturing = None
-        if not self._forked:
+        if not self._forked and not self._orphans:
             self._backend.release()
         return warned
+
+    def _bury(self, cause: Any) -> None:
+        """Tell autograd that the memory of a closed child's arrays goes to somebody else, once it does."""
+        if cause is not None and self._orphans:
+            for backend, array in self._orphans:
+                backend.invalidate([array])
+            self._orphans = []
+            self._backend.release()
 
     def _root_array(self, region: Region, library: str) -> Any:
         """Return the root array of a live root region in `library`, made on first use; the caller holds the lock."""
@@ -227,7 +253,7 @@ class State:
         self._n_failed += 1
         for hook in self._hooks:
             hook.failed(stack, nbytes, align, label)
-        return _messages.out_of_memory(self._whole(), stack, nbytes, offset, label)
+        return _messages.out_of_memory(self._whole(), stack, nbytes, offset, label, align)
 
 
 def parse_alignment(align: Any) -> int:

@@ -161,6 +161,8 @@ class LiveArraysError(ArenaError, RuntimeError):
 class CorruptionError(ArenaError, RuntimeError):
     """Bytes were written outside of a region, or after it was given back; `offsets` lists the first of each run."""
 
+    offsets: list[int]
+
 
 class ForkedError(ArenaError, RuntimeError):
     """An arena of device memory was used in a forked child, which cannot reach the device."""

@@ -197,11 +197,8 @@ class TorchBackend(Backend):
             base = self._base(dtype)
         itemsize, position = dtype.itemsize, self._start + offset
         element = position // itemsize
-        strides: tuple[int, ...]
-        if len(shape) == 2 and shape[1]:  # the commonest, written out
-            strides = shape[1], 1  # torch counts elements
-        else:
-            strides = contiguous_strides(shape, 1)
+        # torch counts elements; two dimensions are the commonest, and written out
+        strides = (shape[1], 1) if len(shape) == 2 and shape[1] else contiguous_strides(shape, 1)
         if element < 0 or element * itemsize != position or 0 in shape:
             if 0 in shape:
                 element = 0

@@ -177,6 +177,8 @@ class Driver:
 def run_lockstep(program: Sequence[tuple[Any, ...]], drivers: Sequence[Driver]) -> None:
     """Make each call on every arena; raise `AssertionError` where they differ in anything that can be seen."""
     first, *others = drivers
+    for driver in drivers:  # what one of them has apart, all have
+        driver.apart = driver.apart.union(*(other.apart for other in drivers))
     for number, call in enumerate(program):
         result = first.step(call)
         seen = first.observe()

@@ -2,8 +2,8 @@
 
 The model (`gpuarena.testing.model`) shares no code with the library: it keeps the live regions as lists, the memory
 as a bytearray, and a checkpoint as a copy of a list. Regions are filled with bytes of their own, so that an overlap, a
-wrong offset and a byte too many all show in the memory. The rules are in four files: regions, positions, the parts of
-an arena, and here damage and the end.
+wrong offset and a byte too many all show in the memory. `subject` compares; the rules are in `region_rules`,
+`position_rules`, `part_rules` and `keeping_rules`, and here: damage and the end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from gpuarena import Debug, backends
 from gpuarena.observe import Trace
 from gpuarena.testing import strategies
+from gpuarena.testing.keeping_rules import KeepingRules
 from gpuarena.testing.lockstep import Driver, run_lockstep
-from gpuarena.testing.part_rules import PartRules
 from gpuarena.testing.region_rules import Request
 from gpuarena.testing.subject import alignments, capacities, figures, pattern, to_numpy
 
@@ -54,7 +54,7 @@ def run_arena_machine(
     )
 
 
-class ArenaMachine(PartRules):
+class ArenaMachine(KeepingRules):
     """Random calls on an arena and its children, each followed by a comparison with the model."""
 
     # -- damage, in debug mode ----------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class ArenaMachine(PartRules):
         data=st.data(),
         byte=st.integers(0, 250),
         where=st.sampled_from(["new gap", "gap", "free"]),
-        then=st.sampled_from(["close", "raise", "allocate", "extend", "nothing"]),
+        then=st.sampled_from(["close", "raise", "allocate", "frame", "extend", "nothing"]),
     )
     def write_outside(self, data: st.DataObject, byte: int, where: str, then: str) -> None:
         """Write a byte that belongs to no region: beside one, or in memory that was given back.
@@ -93,6 +93,8 @@ class ArenaMachine(PartRules):
             self.memory[at] = byte
         if then == "allocate":
             self._fill_exactly(subject, side, 0, 1)
+        elif then == "frame":  # of which the second buffer may meet the damage
+            self._make_frame(subject, side, [((2,), "uint8"), ((8, 8), "uint8")])
         elif then == "extend":
             handles = [h for h in self.handles if h.allocation in model.low.live[-1:]]
             if handles:

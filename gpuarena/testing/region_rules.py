@@ -283,19 +283,22 @@ class RegionRules(Compared):
 
     @rule(
         data=st.data(),
-        which=st.sampled_from(["new", "new", "marked", "last", "any"]),
+        which=st.sampled_from(["new", "new", "marked", "covered", "last", "any"]),
         slack=st.none() | st.integers(-1, 1),
     )
     def extend(self, data: st.DataObject, which: str, slack: int | None) -> None:
         """The last region of the low end grows in place, unless a checkpoint lies behind it; no other does."""
         subject = self._draw_subject(data)
-        if which in ("new", "marked"):
+        if which in ("new", "marked", "covered"):
             shape = data.draw(st.sampled_from([(1,), (2, 3), (3, 1)]))
             self._alloc(subject, Request(shape, "int16", None, "grown", "low", "write"))
         if which == "marked":
             subject.arena.checkpoint()
             subject.model.saved("low")
         wanted = subject.model.live if which == "any" else subject.model.low.live[-1:]
+        if which == "covered":  # by an empty region even
+            shape = data.draw(st.sampled_from([(1,), (0,)]))
+            self._alloc(subject, Request(shape, "uint8", None, "behind", "low", "nothing"))
         handles = [h for h in self.handles if h.allocation in wanted and not h.is_slice]
         if not handles:
             return

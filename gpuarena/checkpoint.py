@@ -84,6 +84,9 @@ class Scope:
             if isinstance(error, (CorruptionError, LiveArraysError)):  # both may explain the other
                 exc.add_note(str(error))
             # An exception that is on its way says more than ours would.
+        except ReferenceError:
+            # A generator that is collected in one cycle with its arena ends its scopes when there is nothing left.
+            pass
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)

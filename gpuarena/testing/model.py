@@ -363,7 +363,8 @@ class ArenaModel:
             for end in (self.low, self.high):
                 if end.side not in pin.furthest:
                     continue
-                furthest = pin.furthest[end.side]
+                furthest = pin.furthest[end.side]  # what both ends had in turn is the low end's
+                furthest = min(furthest, self.high.top) if end is self.low else max(furthest, self.low.top)
                 offset, nbytes = min(furthest, end.top), abs(furthest - end.top)
                 entry = Allocation(
                     end.side, offset, nbytes, 1, f"pin {label}" if label else "pin", end.top, furthest
@@ -387,6 +388,13 @@ class ArenaModel:
         """Return the bytes of free memory that were written after they were given back."""
         span = range(self.capacity) if span is None else span
         return [at for at in span if self.given_back[at] and self.memory[self.start + at] != POISON]
+
+    def damaged_place(self, side: str, nbytes: int, align: int) -> list[int]:
+        """Return the bytes of free memory that are wrong where a request goes, its gaps included."""
+        offset = self.place(side, nbytes, align)
+        if offset is None:
+            return []
+        return self.damaged_free(range(*sorted((self.end(side).top, self.top_behind(side, offset, nbytes)))))
 
     def mend(self, allocations: Iterable[Allocation], free: Iterable[int]) -> None:
         """Let the damage of these be as if it had never been."""

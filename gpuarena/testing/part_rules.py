@@ -204,7 +204,7 @@ class PartRules(PositionRules):
                 offset = model.place(side, nbytes, align)
                 if offset is None:
                     return placed, errors.OutOfMemoryError, []
-                wrong = model.damaged_free(range(offset, offset + nbytes))
+                wrong = model.damaged_place(side, nbytes, align)
                 if wrong and found is None:
                     found = list(placed), wrong
                 end.top = model.top_behind(side, offset, nbytes)

@@ -60,8 +60,6 @@ class PositionRules(RegionRules):
         """Everything goes on both ends, and every checkpoint dies."""
         subject = self._draw_subject(data)
         model = subject.model
-        if all(model.damaged_gaps(end.live) for end in (model.low, model.high)):
-            self._check(subject)  # whether a reset reports more than the first of several is not settled
         starts = [Saved(model.era, side, (), model.end(side).start) for side in ("low", "high")]
         if self._roll(subject, starts, subject.arena.reset):
             model.era = object()

@@ -127,18 +127,30 @@ class RegionRules(Compared):
         shapes=st.lists(strategies.shapes(max_dims=2, max_side=4), min_size=1, max_size=2),
         dtype=st.sampled_from(strategies.DTYPES),
         how=st.sampled_from(["nothing", "empty", "write"]),
+        crowded=st.booleans(),
     )
-    def repeat(self, data: st.DataObject, shapes: list[tuple[int, ...]], dtype: str, how: str) -> None:
-        """The same calls after a rollback give the same offsets."""
+    def repeat(
+        self, data: st.DataObject, shapes: list[tuple[int, ...]], dtype: str, how: str, crowded: bool
+    ) -> None:
+        """The same calls after a rollback give the same offsets, unless the other end has taken the place."""
         subject, side = self._draw_subject(data), self._draw_side(data)
         checkpoint, saved = subject.arena.checkpoint(side), subject.model.saved(side)
+        requests = [Request(shape, dtype, None, None, side, how) for shape in shapes]
         finds_damage = bool(subject.model.damaged_free())  # which it reports the first time, and mends
         seen: list[list[int]] = []
         for _ in range(2):
             self._roll(subject, [saved], lambda: subject.arena.rollback(checkpoint))
-            made = [self._alloc(subject, Request(shape, dtype, None, None, side, how)) for shape in shapes]
+            made = [self._alloc(subject, request) for request in requests]
             seen.append([allocation.offset for allocation in made if allocation is not None])
         assert finds_damage or seen[0] == seen[1]
+        if crowded and len(self.sides) == 2:
+            other = "high" if side == "low" else "low"
+            behind, opposite = subject.arena.checkpoint(other), subject.model.saved(other)
+            self._roll(subject, [saved], lambda: subject.arena.rollback(checkpoint))
+            self._fill_exactly(subject, other, 0, 1)
+            for request in requests:
+                self._alloc(subject, request)
+            self._roll(subject, [opposite], lambda: subject.arena.rollback(behind))
 
     # -- wrong arguments ----------------------------------------------------------------------------------------
 
@@ -329,7 +341,9 @@ class RegionRules(Compared):
             model.fail(allocation.label)
             return
         gaps = model.damaged_gaps([allocation])  # it grows over the zone behind it
-        free = model.damaged_free(range(allocation.offset, allocation.offset + nbytes))
+        free = model.damaged_free(
+            range(allocation.offset, model.top_behind("low", allocation.offset, nbytes))
+        )
         if gaps or free:
             with self._reported(gaps, free):
                 region.extend(n_rows)

@@ -211,7 +211,7 @@ class Compared(RuleBasedStateMachine):
         try:
             yield
         except errors.CorruptionError as error:
-            found: list[int] = error.offsets  # type: ignore[attr-defined] # keyword arguments become attributes
+            found: list[int] = error.offsets
             assert set(found) <= {*itertools.chain(*gaps), *free}, "bytes that are whole were reported"
             assert {wrong[0] for wrong in (*gaps, free) if wrong} <= set(found), "damage was passed over"
         else:
@@ -223,10 +223,9 @@ class Compared(RuleBasedStateMachine):
         model = subject.model
         if model.strict and not subject.scopes:
             return errors.CheckpointError
-        offset = model.place(side, nbytes, align)
-        if offset is None:
+        if model.place(side, nbytes, align) is None:
             return errors.OutOfMemoryError
-        return errors.CorruptionError if model.damaged_free(range(offset, offset + nbytes)) else None
+        return errors.CorruptionError if model.damaged_place(side, nbytes, align) else None
 
     def _attempt(
         self, subject: Subject, side: str, nbytes: int, align: int, label: str | None, call: Callable[[], Any]
@@ -234,9 +233,7 @@ class Compared(RuleBasedStateMachine):
         """Make an allocating call; return its result, or None if it was rightly refused."""
         fate, model = self._fate(subject, side, nbytes, align), subject.model
         if fate is errors.CorruptionError:
-            offset = model.place(side, nbytes, align)
-            assert offset is not None, "what does not fit is not looked at"
-            wrong = model.damaged_free(range(offset, offset + nbytes))
+            wrong = model.damaged_place(side, nbytes, align)
             with self._reported([], wrong):
                 call()
             model.mend([], wrong)

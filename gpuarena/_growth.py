@@ -10,6 +10,7 @@ from gpuarena.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
+    from gpuarena.backends import Backend
     from gpuarena.backends.separate import SeparateBackend
 
 
@@ -32,6 +33,7 @@ class Separation(Hook):
     def __init__(self, arena: Arena, backend: SeparateBackend) -> None:
         self._arena = weakref.proxy(arena)
         self._backend = backend
+        self._pinned: list[Backend] = []  # of regions that are gone, but used by a graph
 
     def before_take(self, take: Take) -> None:
         """Make the buffer; `OutOfMemoryError` comes from its library."""
@@ -43,7 +45,11 @@ class Separation(Hook):
 
     def after_drop(self, drop: Drop) -> None:
         """Let the buffers of the dropped regions go."""
-        self._backend.drop(*sorted((drop.old_top, drop.new_top)))
+        pins = self._arena._pins
+        keep = pins is not None and pins.keeps_memory
+        start, stop = sorted((drop.old_top, drop.new_top))
+        dropped = self._backend.drop(start, stop, keep=keep)
+        self._pinned = self._pinned + dropped if keep else []
 
     def spilling(self, stack: Stack, n_live: int) -> Any:
         """Return the alignments of the buffers that go."""

@@ -101,6 +101,11 @@ class Pins(Hook):
         """Return the pins that keep memory."""
         return tuple(self._kept)
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether a pin is open, or not released."""
+        return self._open is not None or bool(self._kept)
+
     def closing(self) -> None:
         """Let all pins go; each still keeps the buffer, which its graph may use."""
         self._kept = []
@@ -170,8 +175,10 @@ class Pins(Hook):
             if stack.side not in pin._peaks:
                 continue  # nothing was handed out there
             peak = pin._peaks[stack.side]
-            if stack.side == "high":
-                peak = max(peak, arena._low.top)  # what both ends had in turn is the low end's
+            if stack.side == "low":
+                peak = min(peak, arena._high.top)  # what lies there now is kept as it is
+            else:
+                peak = max(peak, arena._low.top)  # what both ends had in turn is the low end's by now
             nbytes = abs(peak - stack.top)
             offset = min(peak, stack.top)
             pin._n_live[stack.side] = len(stack.serials)

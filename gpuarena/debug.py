@@ -36,7 +36,8 @@ class Debug:
     it is handed out again, that nobody wrote there in between."""
     guard: int = 64
     """Bytes kept free behind each region, which must keep their pattern; so must the gaps that alignment makes. They
-    count as padding, so an arena needs that much more room."""
+    count as padding, so an arena needs that much more room. Below the lowest region of the high end there is no
+    zone: what is written there is found only if that memory was used and given back before."""
     call_sites: bool = True
     """Remember where each region was allocated, for the messages."""
     on_live_arrays: str = "warn"

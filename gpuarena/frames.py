@@ -60,10 +60,11 @@ class Frame:
         return all(region.is_live for region in self._regions.values())
 
     def _let_go(self) -> None:
+        # Its attributes are looked up from now on; in a frame that is live the lookup must not cost anything. First
+        # of all, because another thread may read one at any moment.
+        object.__setattr__(self, "__class__", _EmptyFrame)
         for name in self._regions:
             self.__dict__.pop(name, None)
-        # Its attributes are looked up from now on; in a frame that is live the lookup must not cost anything.
-        object.__setattr__(self, "__class__", _EmptyFrame)
 
     def __repr__(self) -> str:
         return f"<frame of {', '.join(self._regions)}, {'live' if self.is_live else 'stale'}>"
@@ -77,9 +78,8 @@ class _EmptyFrame(Frame):
 
     def __getattr__(self, name: str) -> Any:
         regions = self.__dict__.get("_regions", {})
-        if name in regions:  # placed again, or refused because the region is stale
-            array = self.__dict__[name] = regions[name].array
-            return array
+        if name in regions:  # refused if the region is stale
+            return regions[name].array
         raise AttributeError(f"the frame has no buffer {name!r}; it has {', '.join(regions)}")
 
 

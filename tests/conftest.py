@@ -1,4 +1,4 @@
-"""Profiles of Hypothesis, chosen by HYPOTHESIS_PROFILE: dev, ci (the default where CI is set) or nightly."""
+"""Profiles of Hypothesis, chosen by HYPOTHESIS_PROFILE: dev, ci (the default where CI is set), nightly or mutation."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ settings.register_profile(
 )
 settings.register_profile(
     "nightly", max_examples=2000, stateful_step_count=100, deadline=None, print_blob=True
+)
+settings.register_profile(
+    "mutation",  # the same few examples for every mutant
+    max_examples=30,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=_slow_machine,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 

@@ -61,14 +61,16 @@ class SeparateBackend(Backend):
         """Return the alignment that the buffer at an offset was made with."""
         return self._alignments.get(offset, 1)
 
-    def drop(self, start: int, stop: int) -> None:
-        """Let the buffers that begin from `start` to `stop` go."""
+    def drop(self, start: int, stop: int, keep: bool = False) -> list[Backend]:
+        """Let the buffers that begin from `start` to `stop` go, and return them; with `keep` they stay as they are."""
         a, b = bisect.bisect_left(self._offsets, start), bisect.bisect_left(self._offsets, stop)
-        for buffer in self._buffers[a:b]:
+        dropped = self._buffers[a:b]
+        for buffer in () if keep else dropped:
             buffer.release()
         for offset in self._offsets[a:b]:
             del self._alignments[offset]
         del self._offsets[a:b], self._buffers[a:b]
+        return dropped
 
     def _find(self, offset: int) -> tuple[Backend, int]:
         """Return the buffer that holds a byte, and where in it; for no bytes any buffer will do."""

@@ -47,8 +47,15 @@ class KeepingRules(PartRules):
 
     # -- spilled regions ----------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), fresh=st.booleans(), shapes=st.lists(strategies.shapes(max_dims=2), max_size=3))
-    def spill(self, data: st.DataObject, fresh: bool, shapes: list[tuple[int, ...]]) -> None:
+    @rule(
+        data=st.data(),
+        fresh=st.booleans(),
+        shapes=st.lists(strategies.shapes(max_dims=2, max_side=4), max_size=3),
+        comes_back=st.booleans(),
+    )
+    def spill(
+        self, data: st.DataObject, fresh: bool, shapes: list[tuple[int, ...]], comes_back: bool
+    ) -> None:
         """What lies above a checkpoint goes to the host, unless it could not come back exactly."""
         if fresh or not self._open_checkpoints():
             entry = self._checkpoint(self._draw_subject(data), self._draw_side(data))
@@ -83,12 +90,18 @@ class KeepingRules(PartRules):
         assert (spill.nbytes, spill.n_regions) == (len(contents), len(above))
         self._dropped(subject, [saved])
         self.spills.append(_Spilled(spill, subject, checkpoint, saved, above, top, contents))
+        if comes_back:  # after the space was used for something else, and a checkpoint taken there
+            self._alloc(subject, Request((5,), "int16", None, "between", saved.side, "write"))
+            self._checkpoint(subject, saved.side)
+            self._restore(self.spills[-1], "roll back")
 
     @precondition(lambda self: self.spills)
     @rule(data=st.data(), last=st.booleans(), before=st.sampled_from(["nothing", "roll back", "crowd"]))
     def restore(self, data: st.DataObject, last: bool, before: str) -> None:
         """It comes back to its place once, with its handles and checkpoints, if the place is free."""
-        spilled = self.spills[-1] if last else data.draw(st.sampled_from(self.spills))
+        self._restore(self.spills[-1] if last else data.draw(st.sampled_from(self.spills)), before)
+
+    def _restore(self, spilled: _Spilled, before: str) -> None:
         subject, saved = spilled.subject, spilled.saved
         model, restore = subject.model, spilled.spill.restore
         usable = subject in self.subjects and model.is_valid(saved) and spilled.checkpoint not in self.kept

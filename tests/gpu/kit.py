@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in one command: the GPU tests and the decode benchmark, into one JSON file.
+"""Everything that wants a GPU, in one command: the GPU tests and the benchmarks, into one JSON file.
 
     python tests/gpu/kit.py --out results.json [--fake] [--budget SECONDS]
 
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=290.0, help="seconds that the tests may take at most")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
-    from gpuarena.bench import decode, harness
+    from gpuarena.bench import alloc, decode, harness
 
     device = "cpu" if options.fake else "cuda"
     results: dict[str, Any] = {"environment": harness.environment(device), "fake": options.fake}
@@ -38,6 +38,11 @@ def main() -> int:
     results["tests"]["seconds"] = round(time.monotonic() - start, 1)
     options.out.write_text(json.dumps(results, indent=2) + "\n")  # what there is so far, should the rest fail
     results["benchmarks"] = []
+    try:
+        figures = alloc.run(device=device, quick=options.fake, rounds=15)
+    except Exception as error:  # the other results are worth keeping, whatever went wrong with this one
+        figures = {"benchmark": "alloc", "error": f"{type(error).__name__}: {error}"}
+    results["benchmarks"].append(figures)
     for dtype in ("bfloat16", "float32"):
         try:
             figures = decode.run(

@@ -175,10 +175,8 @@ class Pins(Hook):
             if stack.side not in pin._peaks:
                 continue  # nothing was handed out there
             peak = pin._peaks[stack.side]
-            if stack.side == "low":
-                peak = min(peak, arena._high.top)  # what lies there now is kept as it is
-            else:
-                peak = max(peak, arena._low.top)  # what both ends had in turn is the low end's by now
+            # What lies on the other end now stays as it is; what both ends had in turn is the low end's.
+            peak = min(peak, arena._high.top) if stack.side == "low" else max(peak, arena._low.top)
             nbytes = abs(peak - stack.top)
             offset = min(peak, stack.top)
             pin._n_live[stack.side] = len(stack.serials)

@@ -107,9 +107,10 @@ def out_of_memory(
         missing, padding = offset + nbytes - high, offset - low
     else:
         missing, padding = low - offset, high - offset - nbytes
+    larger = missing
     if stack.side == "high" or high < arena.capacity:
         # The high end moves with the capacity, and keeps its alignment only by whole steps.
-        missing = _bump.align_up(missing, max(align, arena.alignment))
+        larger = _bump.align_up(missing, max(align, arena.alignment))
     labels = arena.by_label()
     holders = sorted(((size, name) for name, size in labels.items() if size), key=lambda pair: -pair[0])
     lines = [
@@ -125,7 +126,7 @@ def out_of_memory(
     used = sum(labels.values())
     if taken > used:
         lines.append(f"Between regions: {format_nbytes(taken - used)}.")
-    lines.append(_advice(arena, stack, nbytes, missing))
+    lines.append(_advice(arena, stack, nbytes, larger))
     return OutOfMemoryError(
         " ".join(lines),
         requested=nbytes,
@@ -137,8 +138,8 @@ def out_of_memory(
     )
 
 
-def _advice(arena: Arena, stack: Stack, nbytes: int, missing: int) -> str:
-    larger = f"Make the arena larger by at least {format_nbytes(missing)}"
+def _advice(arena: Arena, stack: Stack, nbytes: int, by: int) -> str:
+    larger = f"Make the arena larger by at least {format_nbytes(by)}"
     if nbytes > arena.capacity:
         return f"{larger}: no rollback makes room for this."
     scopes = [scope for scope in arena._scopes if scope.side == stack.side]

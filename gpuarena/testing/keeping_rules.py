@@ -138,7 +138,12 @@ class KeepingRules(PartRules):
 
     # -- pins ---------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), label=st.none() | st.just("graph"), block=st.booleans(), failed=st.booleans())
+    @rule(
+        data=st.data(),
+        label=st.none() | st.just("graph"),
+        block=st.booleans(),
+        failed=st.sampled_from([False, False, True]),
+    )
     def open_pin(self, data: st.DataObject, label: str | None, block: bool, failed: bool) -> None:
         """From now on what is handed out is noted; a pin is open once, and none inside another."""
         subject = self._draw_subject(data)
@@ -149,6 +154,7 @@ class KeepingRules(PartRules):
             for shape in data.draw(st.lists(strategies.shapes(max_dims=2), max_size=2)):
                 self._alloc(subject, Request(shape, "int16", None, "captured", side, "write"))
             self._roll(subject, [saved], lambda: subject.arena.rollback(checkpoint))
+            self._alloc(subject, Request((1,), "uint8", 1, "captured", side, "write"))
             self._close_pin(subject, failed)
 
     def _open_pin(self, subject: Subject, label: str | None) -> None:

@@ -143,6 +143,9 @@ class RegionRules(Compared):
             made = [self._alloc(subject, request) for request in requests]
             seen.append([allocation.offset for allocation in made if allocation is not None])
         assert finds_damage or seen[0] == seen[1]
+        self._roll(subject, [saved], lambda: subject.arena.rollback(checkpoint))
+        for request in (Request((131,), "uint8", None, None, side, how), *requests[1:]):  # from elsewhere on
+            self._alloc(subject, request)
         if crowded and len(self.sides) == 2:
             other = "high" if side == "low" else "low"
             behind, opposite = subject.arena.checkpoint(other), subject.model.saved(other)

@@ -1,6 +1,6 @@
 """One property a rule of the arena; the rule's number stands beside it.
 
-P placement, F failure, S sizes, R checkpoints, C scopes, T statistics and lifetime. The oracles are brute force: sets
+P placement, F failure, S sizes, R checkpoints, C scopes, D the two ends, T statistics and lifetime. The oracles are brute force: sets
 of byte numbers, a search for the next aligned address, plain lists.
 """
 
@@ -675,6 +675,53 @@ def test_a_region_that_leaves_its_scope_is_stale():  # C5
 
     with pytest.raises(StaleRegionError, match=rf"'result'.*'step'.*{__file__}:\d+"):
         leak().array
+
+
+# -- two ends ---------------------------------------------------------------------------------------------------
+
+sides = st.sampled_from(["low", "high"])
+
+
+@given(bases, st.lists(st.tuples(sides, st.integers(0, 90), alignments(64)), max_size=12), sides)
+def test_the_ends_share_no_byte_and_a_rollback_of_one_leaves_the_other(arena, wanted, rolled_back):  # D1
+    checkpoint = arena.checkpoint(rolled_back)
+    regions = {"low": [], "high": []}
+    for side, nbytes, align in wanted:
+        with contextlib.suppress(OutOfMemoryError):
+            regions[side].append(arena.alloc(nbytes, "uint8", align=align, side=side))
+            regions[side][-1][...] = len(regions[side])
+        assert arena.stats.top <= arena.stats.high
+    everything = regions["low"] + regions["high"]
+    assert len(set().union(*map(bytes_of, everything))) == sum(region.nbytes for region in everything)
+    other = "high" if rolled_back == "low" else "low"
+    before = arena.stats
+    arena.rollback(checkpoint)
+    after = arena.stats
+    assert (after.top, after.high) == ((0, before.high) if rolled_back == "low" else (before.top, CAPACITY))
+    assert not any(region.is_live for region in regions[rolled_back])
+    for number, region in enumerate(regions[other], start=1):
+        assert region.array.tolist() == [number] * region.nbytes
+
+
+@given(st.lists(sides, min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_scopes_of_the_two_ends_are_closed_in_any_order_that_each_end_keeps(opened, random):  # D1, C2, C6
+    arena = Arena(CAPACITY, alignment=1)
+    scopes = {"low": [], "high": []}
+    for side in opened:
+        scopes[side].append((arena.scope(side=side).__enter__(), arena.stats))
+        arena.alloc(7, "uint8", side=side)
+    order = list(opened)
+    random.shuffle(order)
+    for n_left, side in zip(range(len(order) - 1, -1, -1), order, strict=True):
+        scope, before = scopes[side].pop()
+        scope.__exit__(None, None, None)
+        pointer = "top" if side == "low" else "high"
+        assert getattr(arena.stats, pointer) == getattr(before, pointer)
+        if n_left:
+            with pytest.raises(CheckpointError, match=f"^{n_left} open"):
+                arena.assert_balanced()
+    arena.assert_balanced()
+    assert restored(arena) == (0, 0, 0, CAPACITY, 0, {})
 
 
 # -- statistics and lifetime ------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ class TorchBackend(Backend):
         self._tracked = False  # whether there are roots with storages of their own
         self._bases: dict[str, torch.Tensor] = {}
         self._viewers: dict[str, Any] = {}
-        self.survives_fork = self._device.type == "cpu" and not buffer.is_pinned()
+        # Nothing is pinned before CUDA is in use, and asking would start it.
+        pinned = torch.cuda.is_initialized() and self._device.type == "cpu" and buffer.is_pinned()
+        self.survives_fork = self._device.type == "cpu" and not pinned
         if self._device.type == "cuda":
             from gpuarena.backends.torch_streams import TorchStreams
 

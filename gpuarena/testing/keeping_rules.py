@@ -178,9 +178,6 @@ class KeepingRules(PartRules):
 
     def _close_pin(self, subject: Subject, failed: bool) -> None:
         pin, subject.pin = subject.pin, None
-        assert subject.model.open_pin is not None, "the model has the pin that is open"
-        if subject.model.open_pin.furthest.get("low", 0) > subject.model.high.top:
-            failed = True  # what becomes of bytes that are live on the high end now is not settled
         error = ZeroDivisionError("on its way") if failed else None
         assert not pin.__exit__(type(error) if error else None, error, None)
         model = subject.model.end_pin(pin.label, failed=failed)

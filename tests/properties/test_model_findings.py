@@ -205,6 +205,13 @@ def test_a_pin_leaves_the_other_end_what_is_live_there():  # D1
     assert arena.stats.used == 1024
 
 
+def test_a_pin_keeps_what_a_region_grew_by():  # D8
+    arena = Arena(1024)
+    with arena.pin() as pin, arena.scope():
+        arena.alloc(4, "uint8").extend(100)
+    assert pin.nbytes == 100
+
+
 def test_a_frame_that_did_not_fit_leaves_nothing_with_a_pin():  # F1
     arena = Arena(1024)
     with arena.pin() as pin, pytest.raises(OutOfMemoryError):

@@ -72,7 +72,8 @@ class TorchBackend(Backend):
         self._bases: dict[str, torch.Tensor] = {}
         self._viewers: dict[str, Any] = {}
         # Nothing is pinned before CUDA is in use, and asking would start it.
-        pinned = torch.cuda.is_initialized() and self._device.type == "cpu" and buffer.is_pinned()
+        cuda: Any = torch.cuda
+        pinned = cuda.is_initialized() and self._device.type == "cpu" and buffer.is_pinned()
         self.survives_fork = self._device.type == "cpu" and not pinned
         if self._device.type == "cuda":
             from gpuarena.backends.torch_streams import TorchStreams

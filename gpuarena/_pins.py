@@ -101,6 +101,15 @@ class Pins(Hook):
         """Return the pins that keep memory."""
         return tuple(self._kept)
 
+    def marking(self) -> Any:
+        """Return how far the pointers went."""
+        return None if self._open is None else dict(self._open._peaks)
+
+    def undone(self, mark: Any) -> None:
+        """They went no further."""
+        if self._open is not None and mark is not None:
+            self._open._peaks = mark
+
     @property
     def keeps_memory(self) -> bool:
         """Whether a pin is open, or not released."""

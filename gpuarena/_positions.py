@@ -285,6 +285,7 @@ class Positions(State):
             self._peak,
             self._peak_used,
             self._peak_regions,
+            [(hook, hook.marking()) for hook in (*self._drop_hooks, *self._hooks)],
             marked,
         )
         stack.marked = marked
@@ -292,7 +293,7 @@ class Positions(State):
 
     def _undo(self, state: Any) -> None:
         """Take back what was allocated since `_mark`; no handle of it may have left the caller's hands."""
-        checkpoint, serial, *peaks, marked = state
+        checkpoint, serial, *peaks, marks, marked = state
         stack = self._low if checkpoint.side == "low" else self._high
         freed, n_causes = stack.freed, len(self._causes)
         self._drop_to(checkpoint, "an allocation that failed half-way", sys._getframe(1))
@@ -300,6 +301,8 @@ class Positions(State):
             self._causes.pop()
         stack.freed, stack.marked, self._next_serial = freed, marked, serial
         self._peak, self._peak_used, self._peak_regions = peaks
+        for hook, mark in marks:
+            hook.undone(mark)
 
     def _check_side(self, side: Any) -> None:
         if not isinstance(side, str):

@@ -154,6 +154,12 @@ class Hook:
     def restored(self, stack: Stack, n_live: int, known: Any) -> None:
         """They are back; `known` is None for a hook that came after the spill."""
 
+    def marking(self) -> Any:
+        """Several allocations begin that are made together or not at all; return what `undone` needs."""
+
+    def undone(self, mark: Any) -> None:
+        """They were taken back, as if they had not been made."""
+
     def check(self) -> ArenaError | None:
         """Return what `Arena.check` is to raise."""
         return None

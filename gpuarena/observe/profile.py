@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,20 @@ class Profile(Hook):
             before = stack.records[slot - 1].top if slot else stack.start
             record = stack.records[slot]
             self._add(record.label, record.nbytes, abs(record.top - before), 1)
+
+    def marking(self) -> Any:
+        """Return the counters as they are."""
+        return copy.deepcopy((self.total, self.by_label))
+
+    def undone(self, mark: Any) -> None:
+        """Bring the counters back; a request that failed did fail."""
+        total, by_label = mark
+        for label, counters in self.by_label.items():
+            before = by_label.setdefault(label, Counters())
+            before.n_failed = counters.n_failed
+        total.n_failed = self.total.n_failed
+        self.total = total
+        self.by_label = {label: c for label, c in by_label.items() if c != Counters()}
 
     def closing(self) -> None:
         """Count everything as freed."""

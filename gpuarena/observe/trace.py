@@ -175,6 +175,21 @@ class Trace(Hook):
             Event("fail", stack.side, len(stack.serials), stack.top, nbytes=nbytes, align=align, label=label)
         )
 
+    def marking(self) -> Any:
+        """Return where the log stands."""
+        if self._file is None:
+            return len(self.events)
+        self._file.flush()
+        return self._file.tell()
+
+    def undone(self, mark: Any) -> None:
+        """Go back to there."""
+        if self._file is None:
+            self.events[mark:] = [event for event in self.events[mark:] if event.kind == "fail"]
+        elif self._error is None:
+            self._file.seek(mark)
+            self._file.truncate()
+
     def closing(self) -> None:
         """Log the end."""
         self._note(Event("close", "low", 0, 0))

@@ -172,10 +172,7 @@ class PartRules(PositionRules):
             if fate is errors.OutOfMemoryError:
                 model.fail(f"frame of {', '.join(named)}")
             return
-        if model.open_pin is not None:
-            return  # whether a pin keeps what was taken back is not settled
-        subject.stop_profile()  # nor whether a profile counts it, or a trace shows it
-        self.replays_totals = False
+        self.replays_totals = False  # the peak of what was taken back is in no event
         with self._reported([], wrong):
             arena.frame(named, side=side)
         # Nothing stays of it but poison.

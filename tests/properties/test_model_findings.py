@@ -233,9 +233,6 @@ def test_a_frame_that_meets_damage_takes_nothing():  # F1
     arena.check()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="hooks are told of what Arena._undo takes back when a buffer meets damage"
-)
 def test_a_frame_that_meets_damage_leaves_nothing_with_a_pin_or_a_profile():  # F1
     arena, memory = debugged()
     start = arena.checkpoint()

@@ -417,3 +417,15 @@ def test_an_arena_is_a_context_manager_that_closes_it():
     with pytest.raises(ZeroDivisionError) as caught, Arena(64, backend=device):
         raise error
     assert caught.value is error
+
+
+def test_a_scope_whose_start_was_rolled_back_and_built_over_is_refused(arena):
+    start = arena.checkpoint()
+    arena.alloc(4, "uint8")
+    scope = arena.scope("late").__enter__()
+    arena.rollback(start)
+    region = arena.alloc(4, "uint8", fill=3)  # in the slot that the scope's start remembers
+    with pytest.raises(CheckpointError, match="out of order"):
+        scope.__exit__(None, None, None)
+    assert region.is_live
+    arena.assert_balanced()

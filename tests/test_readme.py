@@ -72,3 +72,22 @@ def test_the_figures_are_those_of_the_files():
             expected.append([f"{result['geometry']['dtype']}, {one['n_tokens']} tokens", *ratios])
     rows = re.findall(r"^\| (\w+, \d+ tokens) \| (.*) \|$", README.read_text(encoding="utf-8"), re.M)
     assert [[title, *cells.split(" | ")] for title, cells in rows] == expected
+
+
+def test_the_figures_of_allocation_are_those_of_the_file():
+    [path] = (README.parent / "docs" / "benchmarks").glob("*-cpu-alloc.json")
+    groups = {group["title"]: group["rows"] for group in json.loads(path.read_text())["groups"]}
+    new, repeated = (rows for title, rows in groups.items() if title.startswith("torch arrays"))
+    figures = [
+        new["arena.empty"]["ratio"],
+        new["as_strided(...).data (with a version counter of its own)"]["ratio"],
+        repeated["scope + arena.empty"]["ratio"],
+    ]
+    text = README.read_text(encoding="utf-8")
+    [found] = re.findall(
+        r"`arena.empty` takes ([\d.]+) times.*?alone takes ([\d.]+)\) and ([\d.]+) times", text, re.S
+    )
+    assert list(found) == [f"{figure:.2f}" for figure in figures]
+    positions = groups["positions"]
+    for n_live in ("1 region", "100000 regions"):
+        assert f"{positions[f'checkpoint + rollback, {n_live} live']['median_s'] * 1e6:.1f}" == "1.5"

@@ -14,6 +14,7 @@
     ├── StaleRegionError       (RuntimeError)  the region was rolled back, or its arena is closed
     ├── CheckpointError        (RuntimeError)  a checkpoint that is dead, spent or foreign; scopes out of order
     │   └── PinnedError                        a rollback below memory that a captured graph uses
+    ├── SequenceError          (RuntimeError)  a sequence that is freed, of another pool, or empty where it may not be
     ├── CaptureError           (RuntimeError)  a call that a graph being captured could not repeat
     ├── LiveArraysError        (RuntimeError)  native arrays are still referenced where memory is to go
     ├── CorruptionError        (RuntimeError)  bytes were written outside of a region, or after it was given back
@@ -55,6 +56,7 @@ __all__ = [
     "OutOfMemoryError",
     "PinnedError",
     "ReadOnlyError",
+    "SequenceError",
     "ShapeError",
     "StaleRegionError",
     "StrideError",
@@ -133,9 +135,10 @@ class OutOfMemoryError(ArenaError, MemoryError):
 
 
 class CapacityError(OutOfMemoryError):
-    """A cache is full; the attributes `used`, `requested` and `capacity` count tokens."""
+    """A cache is full; the figures count what `unit` says, "tokens" or "pages"; `used` are taken."""
 
     used: int
+    unit: str = "tokens"
 
 
 class StaleRegionError(ArenaError, RuntimeError):
@@ -144,6 +147,10 @@ class StaleRegionError(ArenaError, RuntimeError):
 
 class CheckpointError(ArenaError, RuntimeError):
     """A checkpoint is dead, spent or foreign, or scopes were closed out of order."""
+
+
+class SequenceError(ArenaError, RuntimeError):
+    """A sequence of a paged cache is freed, of another pool, or empty where tokens are needed."""
 
 
 class CaptureError(ArenaError, RuntimeError):

@@ -1,0 +1,88 @@
+"""The state of each page of a pool: free, used or cached. Pure integers; the callers check what they ask."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from gpuarena.kv._prefixes import PrefixIndex
+
+__all__ = ["PageStates"]
+
+
+class PageStates:
+    """Reference counts, the free pages, and the cached pages in the order in which they are to go.
+
+    A page is *used* while its count is at least 1. At 0 it becomes *cached* if it is published, else *free*.
+
+    Evicting the page that has been unused for longest never takes a page before those behind it. Whoever holds a
+    published page holds the published pages before it as well, and releases them after it; so a page never becomes
+    unused before the pages behind it do.
+    """
+
+    __slots__ = ("_cached", "_counts", "_free", "index", "n_evicted", "n_pages")
+
+    def __init__(self, n_pages: int) -> None:
+        self.n_pages = n_pages
+        self.index = PrefixIndex()
+        self.n_evicted = 0
+        self._counts = [0] * n_pages
+        self._free = list(range(n_pages - 1, -1, -1))  # a stack: page 0 goes first
+        self._cached: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # the longest unused first; a dict's front is slow
+
+    @property
+    def n_free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def n_cached(self) -> int:
+        """Published pages that no sequence holds."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can give."""
+        return len(self._free) + len(self._cached)
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether more than one sequence holds `page`."""
+        return self._counts[page] > 1
+
+    def count(self, page: int) -> int:
+        """Return how many sequences hold `page`."""
+        return self._counts[page]
+
+    def take(self) -> int:
+        """Return a page with one reference: a free one, else the cached one that was unused for longest.
+
+        >>> states = PageStates(2)
+        >>> states.take(), states.take(), states.available
+        (0, 1, 0)
+        """
+        assert self.available, "the caller saw that there is a page"
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self.index.remove(page)
+            self.n_evicted += 1
+        self._counts[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """Add a reference to a page that is used or cached."""
+        if self._counts[page] == 0:
+            del self._cached[page]
+        self._counts[page] += 1
+
+    def release(self, page: int) -> None:
+        """Drop a reference. Of several pages, the last of a sequence goes first."""
+        assert self._counts[page] > 0, "a page is released once for each reference"
+        self._counts[page] -= 1
+        if self._counts[page] == 0:
+            if self.index.of(page) is None:
+                self._free.append(page)
+            else:
+                self._cached[page] = None

@@ -138,6 +138,9 @@ class CapacityError(OutOfMemoryError):
     """A cache is full; the figures count what `unit` says, "tokens" or "pages"; `used` are taken."""
 
     used: int
+    free: int
+    largest_hole: int
+    cause: str
     unit: str = "tokens"
 
 

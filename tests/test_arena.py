@@ -429,3 +429,25 @@ def test_a_scope_whose_start_was_rolled_back_and_built_over_is_refused(arena):
         scope.__exit__(None, None, None)
     assert region.is_live
     arena.assert_balanced()
+
+
+def test_each_reset_kills_the_checkpoints_of_its_own_time(arena):
+    arena.reset()
+    between = arena.checkpoint()
+    arena.reset()
+    with pytest.raises(CheckpointError, match="before reset"):
+        arena.rollback(between)
+
+
+def test_a_rollback_leaves_the_tensors_of_the_regions_below_it_alone():
+    torch = pytest.importorskip("torch")
+    arena = Arena(1024)
+    region = arena.alloc(4, "float32", fill=2)
+    tensor = region.as_torch()
+    weight = torch.ones(4, requires_grad=True)
+    loss = (tensor * weight).sum()
+    with arena.scope():
+        arena.alloc(4, "float32").as_torch()
+    loss.backward()
+    assert weight.grad.tolist() == [2.0] * 4
+    assert region.as_torch() is tensor

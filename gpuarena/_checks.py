@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuarena._stack import Drop, Hook, Record, Report, Stack, Take
+from gpuarena._state import caller
 from gpuarena.debug import GUARD, POISON, Debug
 from gpuarena.errors import ArenaError, CorruptionError, CorruptionWarning
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
-
 
 def call_site() -> str:
     """Return file and line of the innermost caller outside of this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
+    frame, _ = caller()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -162,10 +157,6 @@ class Checks(Hook):
             at: int | None = arena._backend.find_other(start, stop, byte)
             return at
 
-    def _is_capturing(self) -> bool:
-        probe = self._arena._is_capturing
-        return probe is not None and bool(probe())
-
     # -- looking ------------------------------------------------------------------------------------------------
 
     def site_of(self, side: str, slot: int) -> str:
@@ -190,7 +181,7 @@ class Checks(Hook):
         """Return where the guard zones of these slots are damaged, and mend them; and what was resized."""
         tracker = self._arena._tracker
         found: list[tuple[int, str]] = []
-        if self._is_capturing():
+        if self._arena._captures():
             return found  # the host may not wait now
         if self._arena._order is not None and slots:
             for side in {
@@ -224,7 +215,7 @@ class Checks(Hook):
         arena = self._arena
         low, high = arena._low.top, arena._high.top
         found: list[tuple[int, str]] = []
-        if self._is_capturing():
+        if self._arena._captures():
             return found
         for a, b in ((low, min(self._low_stop, high)), (max(self._high_start, low), high)):
             a, b = max(a, start), min(b, stop)

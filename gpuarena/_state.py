@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections import deque
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from gpuarena import _bump, _fork, _messages, backends
@@ -67,9 +68,8 @@ class State:
         # A child shares the lock, because its parent's rollback ends it. It does not hold the parent itself.
         self._lock: Any = threading.RLock() if parent is None else parent._arena._lock
         self._is_child = parent is not None
-        self._orphans: list[
-            tuple[backends.Backend, Any]
-        ] = []  # arrays of a closed child whose region still lives
+        # Arrays of a closed child whose region still lives.
+        self._orphans: list[tuple[backends.Backend, Any]] = []
         self._shift = 0 if parent is None else parent._arena._shift + parent.offset  # in the outermost arena
         self._token = object()
         self._closed = False
@@ -84,9 +84,8 @@ class State:
         self._high = Stack("high", backend.nbytes)
         self._foreign: dict[tuple[str, int], dict[str, Any]] = {}  # root arrays of other libraries
         self._requests: dict[int, Request] = {}  # the last request in each slot, and what was granted
-        self._dtypes: dict[
-            Any, tuple[DType, int, int]
-        ] = {}  # dtype as given: itself, bytes, alignment of regions
+        # dtype as given: itself, bytes, alignment of regions
+        self._dtypes: dict[Any, tuple[DType, int, int]] = {}
         self._next_serial = 0
         self._epoch = 0
         self._scopes: list[Scope] = []
@@ -98,9 +97,8 @@ class State:
         self._n_failed = 0
         self._guard = 0  # bytes kept free after each region
         self._strict = False
-        self._tracker: Tracker | None = (
-            None  # keeps native arrays by weak reference, where it matters who holds them
-        )
+        # Keeps native arrays by weak reference, where it matters who holds them.
+        self._tracker: Tracker | None = None
         self._order: StreamOrder | None = None
         self._pins: Pins | None = None
         self._dependents: Dependents | None = None
@@ -163,8 +161,13 @@ class State:
 
     def _watch(self) -> None:
         """Note whether a graph is being captured now; the caller holds the lock."""
-        if self._is_capturing is not None and (self._is_capturing() or self._pins is not None):
-            self._pinned().watch(self._is_capturing())
+        capturing = self._captures()
+        if self._is_capturing is not None and (capturing or self._pins is not None):
+            self._pinned().watch(capturing)
+
+    def _captures(self) -> bool:
+        """Return whether a graph is being captured on the current stream; False where there are none."""
+        return self._is_capturing is not None and bool(self._is_capturing())
 
     def _pinned(self) -> Pins:
         if self._pins is None:
@@ -277,10 +280,15 @@ def parse_debug(debug: Any) -> Debug | None:
 
 def warn(warning: Warning) -> None:
     """Give a warning for the innermost line outside of this package."""
-    frame, level = sys._getframe(1), 2
+    warnings.warn(warning, stacklevel=caller()[1])
+
+
+def caller() -> tuple[FrameType, int]:
+    """Return the innermost frame outside of this package, and its ``stacklevel`` for who called this."""
+    frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
-    warnings.warn(warning, stacklevel=level)
+    return frame, level
 
 
 def check_text(value: Any, what: str) -> None:

@@ -123,7 +123,7 @@ class Spill:
 
 
 def _refuse_capture(arena: Arena, action: str) -> None:
-    if arena._is_capturing is not None and arena._is_capturing():
+    if arena._captures():
         raise CaptureError(f"{action} waits for the device, which a graph that is being captured cannot")
 
 

@@ -15,6 +15,7 @@
     ├── CheckpointError        (RuntimeError)  a checkpoint that is dead, spent or foreign; scopes out of order
     │   └── PinnedError                        a rollback below memory that a captured graph uses
     ├── SequenceError          (RuntimeError)  a sequence that is freed, of another pool, or empty where it may not be
+    ├── LayerOrderError        (RuntimeError)  a layer of a cache was written out of turn
     ├── CaptureError           (RuntimeError)  a call that a graph being captured could not repeat
     ├── LiveArraysError        (RuntimeError)  native arrays are still referenced where memory is to go
     ├── CorruptionError        (RuntimeError)  bytes were written outside of a region, or after it was given back
@@ -50,6 +51,7 @@ __all__ = [
     "DTypeError",
     "DeviceMismatchError",
     "ForkedError",
+    "LayerOrderError",
     "LiveArraysError",
     "LiveArraysWarning",
     "NotCopyableError",
@@ -154,6 +156,18 @@ class CheckpointError(ArenaError, RuntimeError):
 
 class SequenceError(ArenaError, RuntimeError):
     """A sequence of a paged cache is freed, of another pool, or empty where tokens are needed."""
+
+
+class LayerOrderError(ArenaError, RuntimeError):
+    """A layer of a cache was written out of turn: twice in a step, or before a layer that a step left out.
+
+    Attributes
+    ----------
+    layer : int
+        The layer that was to be written.
+    """
+
+    layer: int
 
 
 class CaptureError(ArenaError, RuntimeError):

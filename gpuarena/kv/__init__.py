@@ -5,7 +5,26 @@
 28672
 """
 
-from gpuarena.kv.linear import KVCache, KVCheckpoint, KVLayer, KVScope, KVStats, LayerGroup
-from gpuarena.kv.spec import KVSpec, LayerSpec
+from gpuarena.kv._layer import KVLayer
+from gpuarena.kv.checkpoints import KVCheckpoint, KVScope, KVStep
+from gpuarena.kv.full import FullLayer
+from gpuarena.kv.group import KVStats, LayerGroup
+from gpuarena.kv.linear import KVCache, SharedView
+from gpuarena.kv.spec import KVSpec, LayerSpec, SharedLayer
+from gpuarena.kv.window import WindowLayer
 
-__all__ = ["KVCache", "KVCheckpoint", "KVLayer", "KVScope", "KVSpec", "KVStats", "LayerGroup", "LayerSpec"]
+__all__ = [
+    "FullLayer",
+    "KVCache",
+    "KVCheckpoint",
+    "KVLayer",
+    "KVScope",
+    "KVSpec",
+    "KVStats",
+    "KVStep",
+    "LayerGroup",
+    "LayerSpec",
+    "SharedLayer",
+    "SharedView",
+    "WindowLayer",
+]

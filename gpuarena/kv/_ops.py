@@ -21,6 +21,9 @@ _INDEX_COPY_MAX_TOKENS = 4
 class Ops(Protocol):
     """What a cache needs of an array library."""
 
+    def reach(self, n_slots: int) -> None:
+        """Get ready to write to slots up to `n_slots`."""
+
     def dtype(self, dtype: DType) -> Any:
         """Return the library's own dtype object."""
 
@@ -33,8 +36,26 @@ class Ops(Protocol):
     def write(self, k_buffer: Any, v_buffer: Any, start: int, keys: Any, values: Any) -> None:
         """Write ``[rows, kv_heads, n, dim]`` to the tokens from `start` on."""
 
+    def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
+        """Write ``[2, rows, kv_heads, n, dim]`` to the tokens from `start` on of a buffer of pairs."""
+
     def tokens(self, buffer: Any, start: int, stop: int) -> Any:
-        """Return the view of tokens `start` to `stop`."""
+        """Return the view of tokens `start` to `stop`, of the last dimension but one."""
+
+    def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
+        """Return the `n_planes` views along the first dimension, or the buffer itself if it is one."""
+
+    def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
+        """Return which of the tokens `shown` the queries of tokens `start` to `stop` may see, ``[queries, tokens]``."""
+
+    def tokens_in(self, scratch: Any, buffer: Any, n_rows: int) -> int:
+        """Return how many tokens of `n_rows` rows of `buffer` the flat `scratch` holds, at least 1."""
+
+    def clear(self, buffer: Any, start: int, stop: int, first_row: int) -> None:
+        """Put 0 in the tokens `start` to `stop` of the rows from `first_row` on."""
+
+    def move(self, buffer: Any, source: int, target: int, n_tokens: int) -> None:
+        """Copy `n_tokens` tokens from slot `source` on to the slots from `target` on, which are lower; they may overlap."""
 
     def rows(self, buffer: Any, n_rows: int) -> Any:
         """Return the view of the first rows."""
@@ -52,7 +73,7 @@ class Ops(Protocol):
 class TorchOps:
     """PyTorch."""
 
-    def __init__(self, arena: Any, max_tokens: int, batch: int) -> None:
+    def __init__(self, arena: Any, batch: int) -> None:
         import torch
 
         self._torch = torch
@@ -60,10 +81,16 @@ class TorchOps:
         self._tensor = torch.Tensor
         # One index for all layers of a step; a view of this is made when the position changes.
         with torch.inference_mode(False):
-            self._positions = torch.arange(max_tokens, device=self._device)
+            self._positions = torch.arange(0, device=self._device)
             self._rows = torch.empty(batch, dtype=torch.int64, device=self._device)
         self._index: Any = None
         self._index_key = (-1, -1)
+
+    def reach(self, n_slots: int) -> None:
+        if n_slots > len(self._positions):
+            with self._torch.inference_mode(False):
+                self._positions = self._torch.arange(n_slots, device=self._device)
+            self._index_key = (-1, -1)
 
     def dtype(self, dtype: DType) -> Any:
         return dtype.torch
@@ -95,20 +122,59 @@ class TorchOps:
         if keys.requires_grad or values.requires_grad:  # grad mode is off, the check saw to that
             keys, values = keys.detach(), values.detach()
         if 0 < n_tokens <= _INDEX_COPY_MAX_TOKENS:
-            if self._index_key != (start, n_tokens):
-                self._index = self._positions.narrow(0, start, n_tokens)
-                self._index_key = (start, n_tokens)
+            index = self._index_of(start, n_tokens)
             try:
-                k_buffer.index_copy_(2, self._index, keys)
-                v_buffer.index_copy_(2, self._index, values)
+                k_buffer.index_copy_(2, index, keys)
+                v_buffer.index_copy_(2, index, values)
                 return
             except RuntimeError:
                 pass  # it takes nothing that lies in the buffer itself, such as what append() returned
         k_buffer.narrow(2, start, n_tokens).copy_(keys)
         v_buffer.narrow(2, start, n_tokens).copy_(values)
 
+    def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
+        if pair.requires_grad:  # grad mode is off, the check saw to that
+            pair = pair.detach()
+        n_tokens = pair.shape[3]
+        if 0 < n_tokens <= _INDEX_COPY_MAX_TOKENS:
+            try:
+                buffer.index_copy_(3, self._index_of(start, n_tokens), pair)
+                return
+            except RuntimeError:
+                pass  # as in write
+        buffer.narrow(3, start, n_tokens).copy_(pair)
+
+    def _index_of(self, start: int, n_tokens: int) -> Any:
+        if self._index_key != (start, n_tokens):
+            self._index = self._positions.narrow(0, start, n_tokens)
+            self._index_key = (start, n_tokens)
+        return self._index
+
     def tokens(self, buffer: Any, start: int, stop: int) -> Any:
-        return buffer.narrow(2, start, stop - start)
+        return buffer.narrow(-2, start, stop - start)
+
+    def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
+        planes: tuple[Any, ...] = buffer.unbind(0) if n_planes > 1 else (buffer,)
+        return planes
+
+    def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
+        torch = self._torch
+        arange = torch.arange
+        keys = torch.cat([arange(run.start, run.stop, device=self._device) for run in shown or [range(0)]])
+        return _may_see(arange(start, stop, device=self._device)[:, None], keys[None], window, sinks)
+
+    def tokens_in(self, scratch: Any, buffer: Any, n_rows: int) -> int:
+        return _tokens_in(scratch.numel(), buffer.element_size(), buffer.shape, n_rows)
+
+    def clear(self, buffer: Any, start: int, stop: int, first_row: int) -> None:
+        if stop > start and first_row < len(buffer):
+            buffer.narrow(2, start, stop - start).narrow(0, first_row, len(buffer) - first_row).zero_()
+
+    def move(self, buffer: Any, source: int, target: int, n_tokens: int) -> None:
+        # copy_ of overlapping memory is undefined, so no more at once than the distance.
+        for first in range(0, n_tokens, source - target):
+            n = min(source - target, n_tokens - first)
+            buffer.narrow(2, target + first, n).copy_(buffer.narrow(2, source + first, n))
 
     def rows(self, buffer: Any, n_rows: int) -> Any:
         return buffer.narrow(0, 0, n_rows)
@@ -145,13 +211,16 @@ class NumpyOps:
 
     def __init__(self, arena: Any) -> None:
         self._is_host = arena.backend == "host"
-        if self._is_host:
-            self._array: Any = np.ndarray
-        else:
+        self._library: Any = np
+        if not self._is_host:
             import cupy
 
-            self._array = cupy.ndarray
+            self._library = cupy
+        self._array = self._library.ndarray
         self._device = arena.device
+
+    def reach(self, n_slots: int) -> None:
+        return None
 
     def dtype(self, dtype: DType) -> Any:
         return dtype.require_numpy()
@@ -171,8 +240,34 @@ class NumpyOps:
         k_buffer[:, :, start:stop] = keys
         v_buffer[:, :, start:stop] = values
 
+    def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
+        buffer[:, :, :, start : start + pair.shape[3]] = pair
+
     def tokens(self, buffer: Any, start: int, stop: int) -> Any:
-        return buffer[:, :, start:stop]
+        return buffer[..., start:stop, :]
+
+    def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
+        return (buffer[0], buffer[1]) if n_planes > 1 else (buffer,)
+
+    def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
+        library = self._library
+        keys = library.concatenate([library.arange(run.start, run.stop) for run in shown or [range(0)]])
+        return _may_see(library.arange(start, stop)[:, None], keys[None], window, sinks)
+
+    def tokens_in(self, scratch: Any, buffer: Any, n_rows: int) -> int:
+        return _tokens_in(scratch.nbytes, buffer.itemsize, buffer.shape, n_rows)
+
+    def clear(self, buffer: Any, start: int, stop: int, first_row: int) -> None:
+        buffer[first_row:, :, start:stop] = 0
+
+    def move(self, buffer: Any, source: int, target: int, n_tokens: int) -> None:
+        for first in range(
+            0, n_tokens, source - target
+        ):  # NumPy would allocate a copy of all, CuPy does not care
+            n = min(source - target, n_tokens - first)
+            buffer[:, :, target + first : target + first + n] = buffer[
+                :, :, source + first : source + first + n
+            ]
 
     def rows(self, buffer: Any, n_rows: int) -> Any:
         return buffer[:n_rows]
@@ -197,6 +292,19 @@ class NumpyOps:
         target[...] = staged
 
 
-def ops_for(arena: Any, max_tokens: int, batch: int) -> Ops:
+def _may_see(queries: Any, keys: Any, window: int | None, sinks: int) -> Any:
+    """Return a bool array of which keys each query may see, both given by their positions."""
+    seen = keys <= queries
+    if window is not None:
+        seen = seen & ((keys > queries - window) | (keys < sinks))
+    return seen
+
+
+def _tokens_in(nbytes: int, itemsize: int, shape: Any, n_rows: int) -> int:
+    _, kv_heads, _, dim = map(int, shape)
+    return max(1, nbytes // max(1, n_rows * kv_heads * dim * itemsize))
+
+
+def ops_for(arena: Any, batch: int) -> Ops:
     """Return the operations for an arena's backend."""
-    return TorchOps(arena, max_tokens, batch) if arena.backend == "torch" else NumpyOps(arena)
+    return TorchOps(arena, batch) if arena.backend == "torch" else NumpyOps(arena)

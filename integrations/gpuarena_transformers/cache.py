@@ -286,10 +286,8 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """Take the memory for layers that are known, and first what moving the rows of the largest needs."""
         for device, spec in specs.items():
             arena = self._new_arena(spec.arena_nbytes(self.max_batch_size, self.max_context_length), device)
-            sizes = [
-                layer.region_nbytes(self.max_batch_size, self.max_context_length) for layer in spec.layers
-            ]
-            self.group.reserve_scratch(arena, max(map(max, sizes)))
+            size = self.max_batch_size, self.max_context_length
+            self.group.reserve_scratch(arena, max(layer.scratch_nbytes(*size) for _, layer in spec.owned))
 
     def _layers_left(self, spec: LayerSpec) -> list[LayerSpec]:
         """Return what the layers without memory will hold: the first of them this, the others the most so far."""
@@ -411,7 +409,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         memo[id(self)] = other
         by_device: dict[torch.device, list[LayerSpec]] = {}
         for held in self.group.layers:
-            by_device.setdefault(torch.device(held.key_region.arena.device), []).append(held.spec)
+            by_device.setdefault(torch.device(held.arena.device), []).append(held.spec)
         other._reserve({device: KVSpec(specs) for device, specs in by_device.items()})
         with torch.no_grad():
             for index, layer in enumerate(self.layers):

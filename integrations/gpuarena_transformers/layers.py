@@ -74,7 +74,7 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         """Where the memory lies."""
         if self._kv is None:
             raise AttributeError("device")  # transformers asks with hasattr
-        return torch.device(self._kv.key_region.arena.device)
+        return torch.device(self._kv.arena.device)
 
     @property
     def batch_size(self) -> int:

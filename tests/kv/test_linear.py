@@ -116,8 +116,8 @@ def test_moving_rows_allocates_nothing(dtype):
 
 def test_nothing_moves_while_the_cache_lives():
     cache = torch_cache(batch=3, max_tokens=16)
-    addresses = [
-        (layer.key_region.array.data_ptr(), layer.value_region.array.data_ptr()) for layer in cache.layers
+    addresses = [  # keys and values lie in one region
+        (layer.regions[0].address, layer.regions[0][1].address) for layer in cache.layers
     ]
 
     def check():
@@ -143,8 +143,8 @@ def test_nothing_moves_while_the_cache_lives():
 def test_a_view_shows_the_filled_tokens_and_no_more():
     cache = torch_cache(batch=2, max_tokens=8)
     for layer in cache.layers:
-        layer.key_region.array.fill_(torch.nan)
-        layer.value_region.array.fill_(torch.nan)
+        for region in layer.regions:
+            region.array.fill_(torch.nan)
     for n_new in (3, 1, 2):
         for keys, values in step(cache, tokens(n_new, rows=1)):
             assert keys.shape[2] == values.shape[2] == cache.length
@@ -249,7 +249,7 @@ def test_tensors_that_require_grad_are_refused_with_the_remedy():
         assert not seen.requires_grad
         cache.layers[0].truncate(0)
     cache.append(0, new, new)  # grad is enabled, and nothing requires it
-    assert not cache.layers[0].key_region.array.requires_grad
+    assert not cache.layers[0].regions[0].array.requires_grad
 
 
 def test_a_backward_through_what_the_cache_returns_reaches_the_query():

@@ -262,20 +262,23 @@ class KVMachine(RuleBasedStateMachine):
         n_layers = len(self.shapes)
         self.model = Model([[] for _ in range(n_layers)], lengths=[0] * n_layers)
         self.scopes.clear()
-        self.addresses = [
-            (layer.key_region.address, layer.value_region.address) for layer in self.cache.layers
-        ]
+        self.addresses = [self._addresses(layer) for layer in self.cache.layers]
         base = self.library.address(self.memory)
         inside = np.zeros(len(self._raw()), bool)
         for layer in self.cache.layers:
-            for region in (layer.key_region, layer.value_region):
+            for region in layer.regions:
                 inside[region.address - base : region.address - base + region.nbytes] = True
-        last = self.cache.layers[-1].value_region
+        last = self.cache.layers[-1].regions[-1]
         scratch_stop = self.arena.address + self.arena.stats.top - base
         inside[last.address - base + last.nbytes : scratch_stop] = True
         self.outside = ~inside
 
     # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _addresses(self, layer):
+        """Where keys and values begin: a region each, or the halves of one."""
+        first, last = layer.regions[0], layer.regions[-1]
+        return first.address, last.address + (last.nbytes // 2 if first is last else 0)
 
     def _raw(self):
         return self.library.raw(self.memory)

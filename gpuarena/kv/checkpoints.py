@@ -1,0 +1,101 @@
+"""Lengths of a cache to which it can go back."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gpuarena.errors import CheckpointError, LayerOrderError, refuse_copy
+
+if TYPE_CHECKING:
+    from gpuarena.kv.group import LayerGroup
+
+__all__ = ["KVCheckpoint", "KVScope", "KVStep"]
+
+
+class KVCheckpoint:
+    """A length of a cache, made by `checkpoint`; `n_tokens` tokens of `n_rows` rows."""
+
+    __slots__ = ("_group", "_serial", "_slot", "n_rows", "n_tokens")
+
+    def __init__(self, group: LayerGroup, slot: int, serial: int, n_tokens: int, n_rows: int | None) -> None:
+        self._group = group
+        self._slot = slot
+        self._serial = serial
+        self.n_tokens = n_tokens
+        self.n_rows = n_rows
+
+    def __repr__(self) -> str:
+        return f"KVCheckpoint(n_tokens={self.n_tokens})"
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
+
+class KVScope:
+    """What ``cache.scope()`` returns: a checkpoint on entry, a rollback to it on exit."""
+
+    __slots__ = ("_checkpoint", "_group")
+
+    def __init__(self, group: LayerGroup) -> None:
+        self._group = group
+        self._checkpoint: KVCheckpoint | None = None
+
+    def __enter__(self) -> KVCheckpoint:
+        if self._checkpoint is not None:
+            raise CheckpointError("this scope was entered before; make another with cache.scope()")
+        self._checkpoint = self._group.checkpoint()
+        return self._checkpoint
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        assert self._checkpoint is not None, "a scope that is left was entered"
+        try:
+            self._group.rollback(self._checkpoint)
+        except CheckpointError:
+            if exc is None:  # an exception that is on its way says more than ours would
+                raise
+
+
+class KVStep:
+    """What ``cache.step()`` returns: all layers get the same tokens, or none keeps them."""
+
+    __slots__ = ("_group", "_start")
+
+    def __init__(self, group: LayerGroup) -> None:
+        self._group = group
+        self._start: tuple[list[int], int | None] | None = None
+
+    def __enter__(self) -> KVStep:
+        common = self._group._common
+        self._start = (list(common.lengths), common.rows)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        lengths = self._group._common.lengths
+        if exc is None and len(set(lengths)) <= 1:
+            return
+        got = list(lengths)
+        self._undo()
+        if exc is None:
+            layer = got.index(min(got))
+            raise LayerOrderError(
+                f"the step left layer {layer} at {got[layer]} tokens and another at {max(got)}: append to each layer "
+                f"once. All layers are back where the step began",
+                layer=layer,
+            )
+
+    def _undo(self) -> None:
+        """Take back what the layers got."""
+        assert self._start is not None, "a step that is left was entered"
+        lengths, rows = self._start
+        for number, layer in enumerate(self._group._owned):
+            before = lengths[number] if number < len(lengths) else 0  # a layer may have been added
+            if layer.length > before:
+                layer._cut(before)
+                self._group._common.forget_above(before)
+        if not any(lengths):
+            self._group._common.rows = rows

@@ -1,0 +1,169 @@
+"""A layer that holds every token: keys and values from the front of a buffer on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpuarena.errors import ArgumentError, ShapeError
+from gpuarena.kv._layer import KVLayer
+
+__all__ = ["FullLayer"]
+
+
+class FullLayer(KVLayer):
+    """Keys and values, head-major: ``[batch, kv_heads, max_tokens, dim]``, of which the first tokens are filled.
+
+    Keys and values lie in one region where their dims and dtypes agree.
+    """
+
+    __slots__ = ("_k", "_n_clean", "_n_ready", "_pair", "_v")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._k: Any = None  # [rows, kv_heads, max_tokens, key_dim], set by _bind
+        self._v: Any = None
+        self._pair: Any = None  # [2, rows, kv_heads, max_tokens, dim] where there is one region
+        self._n_ready = self._common.max_tokens  # tokens that the views reach
+        self._n_clean = 0  # below, no slot of any row holds what lay in the memory before
+
+    def _bind(self, n_rows: int) -> None:
+        """Look at the first `n_rows` rows of the buffers."""
+        ops = self._ops
+        planes = [ops.rows(plane, n_rows) for _, plane in self.planes()]
+        self._k, self._v = planes
+        self._pair = None
+        self._bound = n_rows
+
+    def append(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Write new tokens behind the filled ones, and return views of what a query may see; see `KVLayer.append`."""
+        n_rows, n_new = self._accept(keys, values)
+        common, ops, spec = self._common, self._ops, self.spec
+        start = common.lengths[self._slot]
+        stop = start + n_new
+        if stop > self._n_ready:
+            self._make_ready(n_new)
+        region = self.regions[-1]
+        if not region.is_live:
+            region._check()
+        if n_rows != self._bound:
+            self._bind(n_rows)
+        ops.write(self._k, self._v, start, keys, values)
+        self._advance(n_rows, stop)
+        window = spec.window
+        low = 0 if window is None or start < window or spec.sinks else start - window + 1
+        return ops.tokens(self._k, low, stop), ops.tokens(self._v, low, stop)
+
+    def append_pair(self, pair: Any) -> tuple[Any, Any]:
+        """Write keys and values that come as one array ``[2, rows, kv_heads, n, dim]``, with one operation.
+
+        Otherwise as `append`.
+
+        Raises
+        ------
+        ArgumentError
+            Keys and values of this layer differ in dim or dtype.
+        """
+        common, ops = self._common, self._ops
+        if not self.spec.is_joint:
+            raise ArgumentError(
+                f"append_pair: keys and values of layer {self.index} differ in dim or dtype; append them apart"
+            )
+        ops.check(pair, "pairs")
+        if pair.ndim != 5 or pair.shape[0] != 2:
+            spec = self.spec
+            raise ShapeError(
+                f"layer {self.index}: pairs are {list(pair.shape)}, the cache holds "
+                f"[2, rows, {spec.kv_heads}, tokens, {spec.key_dim}]",
+                shape=tuple(pair.shape),
+            )
+        self._check(pair[0], pair[1])
+        n_rows, n_new = pair.shape[1], pair.shape[3]
+        start = common.lengths[self._slot]
+        stop = start + n_new
+        if stop > self._n_ready:
+            self._make_ready(n_new)
+        self.check_live()
+        if n_rows != self._bound:
+            self._bind(n_rows)
+        if self._pair is None:
+            self._pair = self._whole_pair(n_rows)
+        ops.write_pair(self._pair, start, pair)
+        self._advance(n_rows, stop)
+        return self._views(start, stop)
+
+    def _whole_pair(self, n_rows: int) -> Any:
+        array = self.regions[0].array
+        return array[:, :n_rows]
+
+    def _advance(self, n_rows: int, stop: int) -> None:
+        common = self._common
+        common.rows = n_rows  # differs only while nothing is held, the check saw to that
+        common.lengths[self._slot] = stop
+        if stop > common.high_water:
+            common.high_water = stop
+
+    def _make_ready(self, n_new: int) -> None:
+        """Raise: the tokens end behind the views, which reach the capacity."""
+        raise self._capacity_error(n_new)
+
+    def _views(self, start: int, stop: int) -> tuple[Any, Any]:
+        low, ops = self.low(start), self._ops
+        return ops.tokens(self._k, low, stop), ops.tokens(self._v, low, stop)
+
+    def _prepare(self) -> None:
+        """Raise if the memory is gone, and look at the rows in use."""
+        self.check_live()
+        rows = self._common.batch if self._common.rows is None else self._common.rows
+        if rows != self._bound:
+            self._bind(rows)
+
+    @property
+    def keys(self) -> Any:
+        """View of the filled keys, ``[rows, kv_heads, length, key_dim]``."""
+        self._prepare()
+        return self._ops.tokens(self._k, 0, self.length)
+
+    @property
+    def values(self) -> Any:
+        """View of the filled values, ``[rows, kv_heads, length, value_dim]``."""
+        self._prepare()
+        return self._ops.tokens(self._v, 0, self.length)
+
+    def read(self, n_tokens: int = 1) -> tuple[Any, Any]:
+        """Return what the queries of the last `n_tokens` tokens may see; see `KVLayer.read`."""
+        n_tokens = self._check_read(n_tokens)
+        self._prepare()
+        return self._views(self.length - n_tokens, self.length)
+
+    # -- reads and writes at fixed addresses --------------------------------------------------------------------
+
+    def buffers(self) -> tuple[Any, Any]:
+        """Return keys and values of all slots, ``[rows, kv_heads, max_tokens, dim]``, filled or not.
+
+        Their addresses and shapes do not change while the number of rows does not, which compiled code and captured
+        graphs need. Slots that never held a token are 0, so that attention can mask them.
+        """
+        self._prepare()
+        self.clear_up_to(self._common.max_tokens)
+        return self._k, self._v
+
+    def clear_up_to(self, n_tokens: int) -> None:
+        """Put 0 in slots below `n_tokens` that hold no token: memory may hold NaN, which no mask hides."""
+        clean, length, rows = self._n_clean, self.length, self._common.rows or 0
+        if n_tokens <= clean:
+            return
+        for _, plane in self.planes():
+            self._ops.clear(plane, max(length, clean), n_tokens, 0)
+            if length > clean:  # rows that are not in use
+                self._ops.clear(plane, clean, min(length, n_tokens), rows)
+        self._n_clean = n_tokens
+
+    def write_at(self, positions: Any, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Write tokens at `positions`, ``[n]`` integers on the device, and return keys and values of all slots.
+
+        For code that is compiled or captured: nothing on the host is read or changed. `KVCache.advance` has made room
+        and counted the tokens before, `buffers` was called once outside.
+        """
+        self._k.index_copy_(2, positions, keys)
+        self._v.index_copy_(2, positions, values)
+        return self._k, self._v

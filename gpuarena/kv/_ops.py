@@ -36,6 +36,9 @@ class Ops(Protocol):
     def write(self, k_buffer: Any, v_buffer: Any, start: int, keys: Any, values: Any) -> None:
         """Write ``[rows, kv_heads, n, dim]`` to the tokens from `start` on."""
 
+    def write_at(self, k_buffer: Any, v_buffer: Any, positions: Any, keys: Any, values: Any) -> None:
+        """Write ``[rows, kv_heads, n, dim]`` to the tokens at `positions`, ``[n]``."""
+
     def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
         """Write ``[2, rows, kv_heads, n, dim]`` to the tokens from `start` on of a buffer of pairs."""
 
@@ -47,6 +50,9 @@ class Ops(Protocol):
 
     def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
         """Return which of the tokens `shown` the queries of tokens `start` to `stop` may see, ``[queries, tokens]``."""
+
+    def mask_at(self, positions: Any, n_slots: int, window: int | None, sinks: int) -> Any:
+        """Return which of the first `n_slots` slots queries at `positions` may see, ``[queries, n_slots]``."""
 
     def tokens_in(self, scratch: Any, buffer: Any, n_rows: int) -> int:
         """Return how many tokens of `n_rows` rows of `buffer` the flat `scratch` holds, at least 1."""
@@ -132,6 +138,10 @@ class TorchOps:
         k_buffer.narrow(2, start, n_tokens).copy_(keys)
         v_buffer.narrow(2, start, n_tokens).copy_(values)
 
+    def write_at(self, k_buffer: Any, v_buffer: Any, positions: Any, keys: Any, values: Any) -> None:
+        k_buffer.index_copy_(2, positions, keys)
+        v_buffer.index_copy_(2, positions, values)
+
     def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
         if pair.requires_grad:  # grad mode is off, the check saw to that
             pair = pair.detach()
@@ -162,6 +172,10 @@ class TorchOps:
         arange = torch.arange
         keys = torch.cat([arange(run.start, run.stop, device=self._device) for run in shown or [range(0)]])
         return _may_see(arange(start, stop, device=self._device)[:, None], keys[None], window, sinks)
+
+    def mask_at(self, positions: Any, n_slots: int, window: int | None, sinks: int) -> Any:
+        slots = self._torch.arange(n_slots, device=self._device)
+        return _may_see(positions[:, None], slots[None], window, sinks)
 
     def tokens_in(self, scratch: Any, buffer: Any, n_rows: int) -> int:
         return _tokens_in(scratch.numel(), buffer.element_size(), buffer.shape, n_rows)
@@ -240,6 +254,10 @@ class NumpyOps:
         k_buffer[:, :, start:stop] = keys
         v_buffer[:, :, start:stop] = values
 
+    def write_at(self, k_buffer: Any, v_buffer: Any, positions: Any, keys: Any, values: Any) -> None:
+        k_buffer[:, :, positions] = keys
+        v_buffer[:, :, positions] = values
+
     def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
         buffer[:, :, :, start : start + pair.shape[3]] = pair
 
@@ -253,6 +271,9 @@ class NumpyOps:
         library = self._library
         keys = library.concatenate([library.arange(run.start, run.stop) for run in shown or [range(0)]])
         return _may_see(library.arange(start, stop)[:, None], keys[None], window, sinks)
+
+    def mask_at(self, positions: Any, n_slots: int, window: int | None, sinks: int) -> Any:
+        return _may_see(positions[:, None], self._library.arange(n_slots)[None], window, sinks)
 
     def tokens_in(self, scratch: Any, buffer: Any, n_rows: int) -> int:
         return _tokens_in(scratch.nbytes, buffer.itemsize, buffer.shape, n_rows)

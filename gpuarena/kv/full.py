@@ -164,6 +164,13 @@ class FullLayer(KVLayer):
         For code that is compiled or captured: nothing on the host is read or changed. `KVCache.advance` has made room
         and counted the tokens before, `buffers` was called once outside.
         """
-        self._k.index_copy_(2, positions, keys)
-        self._v.index_copy_(2, positions, values)
+        if self._k is None:
+            raise ArgumentError(f"write_at: call buffers({self.index}) first, outside of the compiled code")
+        self._ops.write_at(self._k, self._v, positions, keys, values)
         return self._k, self._v
+
+    def read_bucket(self, n_slots: int) -> tuple[Any, Any]:
+        """Return views of the first `n_slots` slots; see `KVCache.read_bucket`."""
+        self._prepare()
+        self.clear_up_to(n_slots)
+        return self._ops.tokens(self._k, 0, n_slots), self._ops.tokens(self._v, 0, n_slots)

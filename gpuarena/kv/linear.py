@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from gpuarena.arena import Arena
-from gpuarena.errors import LayerOrderError
+from gpuarena.errors import ArgumentError, LayerOrderError
 from gpuarena.kv._layer import KVLayer
+from gpuarena.kv.full import FullLayer
 from gpuarena.kv.group import LayerGroup
-from gpuarena.kv.spec import KVSpec, SharedLayer
+from gpuarena.kv.spec import KVSpec, SharedLayer, positive
 
 __all__ = ["KVCache", "SharedView"]
 
@@ -94,13 +95,123 @@ class KVCache(LayerGroup):
         ArgumentTypeError, ArgumentError
             There is no such layer, or so many tokens are not held.
         """
-        self.spec.owner(layer)
-        view: tuple[Any, Any] = self._layers[layer].read(n_tokens)
-        return view
+        return self._owned_layer(layer).read(n_tokens)
 
     def mask(self, layer: int, n_tokens: int = 1) -> Any:
         """Return which of the tokens of `read` those queries may see, ``[n_tokens, tokens]``; see `KVLayer.mask`."""
         return self._owned_layer(layer).mask(n_tokens)
+
+    # -- fixed shapes, for compiled code and captured graphs ------------------------------------------------------
+
+    def advance(self, n_tokens: int, *, rows: int | None = None) -> int:
+        """Count `n_tokens` more tokens in every layer, which `write_at` then writes; return where they begin.
+
+        Call it before the compiled step: a full cache is found here, on the host, and nothing has changed.
+
+        Parameters
+        ----------
+        n_tokens : int
+        rows : int, optional
+            Rows of an empty cache; `batch` by default.
+
+        Raises
+        ------
+        CapacityError, ShapeError, ArgumentError, ArgumentTypeError, StaleRegionError
+            Too many tokens or rows; or a layer of the cache cannot be written at given positions. Unchanged on error.
+        LayerOrderError
+            The layers hold different numbers of tokens.
+        """
+        n_tokens = positive(n_tokens, "n_tokens", least=0)
+        common, start = self._common, self.length
+        held = common.rows if any(common.lengths) else None
+        n_rows = positive(rows, "rows") if rows is not None else held or self.batch
+        for layer in self._owned:
+            layer.check_live()
+            layer._check_rows(n_rows, (n_rows,))
+            if layer.length != start:
+                raise LayerOrderError(
+                    f"layer {layer.index} holds {layer.length} tokens, another {start}: finish the step, or "
+                    f"truncate({start}) what it left",
+                    layer=layer.index,
+                )
+            if start + n_tokens > self.max_tokens:
+                raise layer._capacity_error(n_tokens)
+        for layer in self._owned:
+            _full(layer)
+        common.rows = n_rows
+        for layer in self._owned:
+            layer._cut(start + n_tokens)
+        common.high_water = max(common.high_water, start + n_tokens)
+        return start
+
+    def write_at(self, layer: int, positions: Any, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Write tokens at `positions` and return keys and values of all slots; see `FullLayer.write_at`.
+
+        `advance` has counted them, and `buffers` was called for the layer, both outside of the compiled code. On a GPU
+        a position that is out of range is found by the device only, if at all: take it from what `advance` returned.
+
+        Parameters
+        ----------
+        layer : int
+        positions : ``[n]`` int64, on the device
+        keys, values : ``[rows, kv_heads, n, dim]``
+        """
+        held = self._layers[layer]
+        if isinstance(held, SharedView):
+            return held.append(keys, values)  # which refuses
+        return _full(held).write_at(positions, keys, values)
+
+    def buffers(self, layer: int) -> tuple[Any, Any]:
+        """Return keys and values of all slots of a layer, ``[rows, kv_heads, max_tokens, dim]``, at fixed addresses.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            There is no such layer, or it has no slots of its own for all tokens.
+        """
+        return _full(self._owned_layer(layer)).buffers()
+
+    def bucket(self, n_tokens: int | None = None, *, least: int = 64) -> int:
+        """Return the power of two that the first `n_tokens` fit in, at least `least` and at most `max_tokens`.
+
+        Code that is compiled for each length of a view is compiled for each of these only: log2(max_tokens) times.
+
+        >>> from gpuarena import Arena
+        >>> spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=4, dtype="float32")
+        >>> cache = KVCache(Arena("1MiB"), spec, batch=1, max_tokens=1000)
+        >>> cache.bucket(10), cache.bucket(65), cache.bucket(600)
+        (64, 128, 1000)
+
+        Parameters
+        ----------
+        n_tokens : int, optional
+            The present length by default.
+        least : int
+        """
+        n_tokens = self.length if n_tokens is None else positive(n_tokens, "n_tokens", least=0)
+        if n_tokens > self.max_tokens:
+            raise ArgumentError(f"bucket({n_tokens}): the cache is for {self.max_tokens} tokens")
+        least = positive(least, "least")
+        return min(max(least, 1 << max(n_tokens - 1, 0).bit_length()), self.max_tokens)
+
+    def read_bucket(self, layer: int, n_slots: int) -> tuple[Any, Any]:
+        """Return views of the first `n_slots` slots, ``[rows, kv_heads, n_slots, dim]``, filled or not.
+
+        What lies behind the tokens is numbers to be masked: `mask_at` tells.
+        """
+        held = _full(self._owned_layer(layer))
+        n_slots = positive(n_slots, "n_slots", least=0)
+        if n_slots > self.max_tokens:
+            raise ArgumentError(f"read_bucket({n_slots}): the cache is for {self.max_tokens} tokens")
+        return held.read_bucket(n_slots)
+
+    def mask_at(self, layer: int, positions: Any, n_slots: int) -> Any:
+        """Return which of the first `n_slots` slots queries at `positions` may see, ``[n, n_slots]`` bool.
+
+        Nothing on the host is read but the layer's window, so that it may be part of compiled code.
+        """
+        held = self._owned_layer(layer)
+        return held._ops.mask_at(positions, n_slots, held.spec.window, held.spec.sinks)
 
     def _owned_layer(self, layer: int) -> KVLayer:
         found = self._layers[self.spec.owner(layer)]
@@ -149,3 +260,13 @@ class SharedView:
     def read(self, n_tokens: int = 1) -> tuple[Any, Any]:
         """Return what the queries of the last `n_tokens` tokens may see; see `KVLayer.read`."""
         return self.source.read(n_tokens)
+
+
+def _full(layer: KVLayer) -> FullLayer:
+    """Return a layer that has a slot for each token, or raise."""
+    if not isinstance(layer, FullLayer):
+        raise ArgumentError(
+            f"layer {layer.index} has no slot of its own for each token, so nothing can be written at positions: "
+            f"make it without slack and storage"
+        )
+    return layer

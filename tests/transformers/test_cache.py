@@ -508,8 +508,8 @@ def test_what_an_arena_aligns_is_counted_before_anything_is_taken():
     arena = Arena(nbytes + 256, backend="torch")
     arena.alloc(100, "uint8")
     forward("llama", ArenaCache(families.config("llama"), 1, 32, arena=arena))
-    arena = Arena(2 * 8192, backend="torch", alignment=8192)  # 4096 bytes a region, on every second page
-    with pytest.raises(OutOfMemoryError, match="needs 28672 bytes"):
+    arena = Arena(2 * 8192, backend="torch", alignment=16384)  # 8192 bytes a region, on every second place
+    with pytest.raises(OutOfMemoryError, match="needs 24576 bytes"):
         forward("llama", ArenaCache(families.config("llama"), 1, 32, arena=arena))
     assert arena.stats.used == 0
 

@@ -402,6 +402,11 @@ class Arena(Allocation):
         return self._backend.name
 
     @property
+    def grows(self) -> bool:
+        """Whether memory is committed as the pointer advances, as with ``backend="virtual"``."""
+        return self._backend.growable
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called, or the region that a child lies in is gone."""
         return self._closed

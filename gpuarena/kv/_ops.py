@@ -6,6 +6,7 @@ array memory.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,6 +48,9 @@ class Ops(Protocol):
 
     def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
         """Return the `n_planes` views along the first dimension, or the buffer itself if it is one."""
+
+    def part(self, records: Any, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        """Return ``[batch, kv_heads, tokens, dim]`` of ``[tokens, bytes]``: `shape` without the tokens at byte `offset`."""
 
     def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
         """Return which of the tokens `shown` the queries of tokens `start` to `stop` may see, ``[queries, tokens]``."""
@@ -167,6 +171,11 @@ class TorchOps:
         planes: tuple[Any, ...] = buffer.unbind(0) if n_planes > 1 else (buffer,)
         return planes
 
+    def part(self, records: Any, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        nbytes = math.prod(shape) * dtype.itemsize
+        numbers = records.narrow(1, offset, nbytes).view(dtype.torch)
+        return numbers.view(len(records), *shape).permute(1, 2, 0, 3)
+
     def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
         torch = self._torch
         arange = torch.arange
@@ -266,6 +275,11 @@ class NumpyOps:
 
     def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
         return (buffer[0], buffer[1]) if n_planes > 1 else (buffer,)
+
+    def part(self, records: Any, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        nbytes = math.prod(shape) * dtype.itemsize
+        numbers = records[:, offset : offset + nbytes].view(dtype.require_numpy())
+        return numbers.reshape(len(records), *shape).transpose(1, 2, 0, 3)
 
     def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
         library = self._library

@@ -81,9 +81,9 @@ class KVStep:
         got = list(lengths)
         self._undo()
         if exc is None:
-            layer = got.index(min(got))
+            layer = self._group._owned[got.index(min(got))].index
             raise LayerOrderError(
-                f"the step left layer {layer} at {got[layer]} tokens and another at {max(got)}: append to each layer "
+                f"the step left layer {layer} at {min(got)} tokens and another at {max(got)}: append to each layer "
                 f"once. All layers are back where the step began",
                 layer=layer,
             )

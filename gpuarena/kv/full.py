@@ -63,20 +63,8 @@ class FullLayer(KVLayer):
         ArgumentError
             Keys and values of this layer differ in dim or dtype.
         """
+        self._check_pair(pair)
         common, ops = self._common, self._ops
-        if not self.spec.is_joint:
-            raise ArgumentError(
-                f"append_pair: keys and values of layer {self.index} differ in dim or dtype; append them apart"
-            )
-        ops.check(pair, "pairs")
-        if pair.ndim != 5 or pair.shape[0] != 2:
-            spec = self.spec
-            raise ShapeError(
-                f"layer {self.index}: pairs are {list(pair.shape)}, the cache holds "
-                f"[2, rows, {spec.kv_heads}, tokens, {spec.key_dim}]",
-                shape=tuple(pair.shape),
-            )
-        self._check(pair[0], pair[1])
         n_rows, n_new = pair.shape[1], pair.shape[3]
         start = common.lengths[self._slot]
         stop = start + n_new
@@ -86,14 +74,25 @@ class FullLayer(KVLayer):
         if n_rows != self._bound:
             self._bind(n_rows)
         if self._pair is None:
-            self._pair = self._whole_pair(n_rows)
+            self._pair = self.regions[0].array[:, :n_rows]
         ops.write_pair(self._pair, start, pair)
         self._advance(n_rows, stop)
         return self._views(start, stop)
 
-    def _whole_pair(self, n_rows: int) -> Any:
-        array = self.regions[0].array
-        return array[:, :n_rows]
+    def _check_pair(self, pair: Any) -> None:
+        spec = self.spec
+        if not spec.is_joint:
+            raise ArgumentError(
+                f"append_pair: keys and values of layer {self.index} differ in dim or dtype; append them apart"
+            )
+        self._ops.check(pair, "pairs")
+        if pair.ndim != 5 or pair.shape[0] != 2:
+            raise ShapeError(
+                f"layer {self.index}: pairs are {list(pair.shape)}, the cache holds "
+                f"[2, rows, {spec.kv_heads}, tokens, {spec.key_dim}]",
+                shape=tuple(pair.shape),
+            )
+        self._check(pair[0], pair[1])
 
     def _advance(self, n_rows: int, stop: int) -> None:
         common = self._common
@@ -147,11 +146,15 @@ class FullLayer(KVLayer):
         self.clear_up_to(self._common.max_tokens)
         return self._k, self._v
 
+    def make_room(self, n_tokens: int) -> None:
+        """Make sure that there are `n_tokens` slots, which there are."""
+
     def clear_up_to(self, n_tokens: int) -> None:
         """Put 0 in slots below `n_tokens` that hold no token: memory may hold NaN, which no mask hides."""
         clean, length, rows = self._n_clean, self.length, self._common.rows or 0
         if n_tokens <= clean:
             return
+        self.make_room(n_tokens)
         for _, plane in self.planes():
             self._ops.clear(plane, max(length, clean), n_tokens, 0)
             if length > clean:  # rows that are not in use

@@ -9,7 +9,8 @@ from gpuarena.errors import ArgumentError, LayerOrderError
 from gpuarena.kv._layer import KVLayer
 from gpuarena.kv.full import FullLayer
 from gpuarena.kv.group import LayerGroup
-from gpuarena.kv.spec import KVSpec, SharedLayer, positive
+from gpuarena.kv.growing import GrowingLayer, Records
+from gpuarena.kv.spec import LAYOUTS, KVSpec, SharedLayer, positive
 
 __all__ = ["KVCache", "SharedView"]
 
@@ -35,6 +36,10 @@ class KVCache(LayerGroup):
         Most rows (sequences times beams) that are held at once.
     max_tokens : int
         Capacity of each row, in tokens.
+    layout : str
+        ``"head-major"``: a region for each layer, ``[batch, kv_heads, max_tokens, dim]``. ``"token-major"``: one
+        region for all layers, ``[max_tokens, record_nbytes]``, whose memory follows the tokens on an arena that
+        grows; nothing may be allocated behind it then. ``"auto"``: token-major on such an arena.
 
     Raises
     ------
@@ -46,30 +51,69 @@ class KVCache(LayerGroup):
     Rolling the arena back to before this call makes the cache stale; later appends raise.
     """
 
-    def __init__(self, arena: Arena, spec: KVSpec, *, batch: int, max_tokens: int) -> None:
+    def __init__(
+        self, arena: Arena, spec: KVSpec, *, batch: int, max_tokens: int, layout: str = "auto"
+    ) -> None:
         super().__init__(batch=batch, max_tokens=max_tokens)
+        if layout not in ("auto", *LAYOUTS):
+            raise ArgumentError(f"layout {layout!r} is none of 'auto', {', '.join(map(repr, LAYOUTS))}")
         self.arena = arena
         self.spec = spec
+        self.layout = layout if layout != "auto" else "token-major" if arena.grows else "head-major"
+        self._records: Records | None = None
         start = arena.checkpoint()
         try:
             self._make_layers()
         except BaseException:
             arena.rollback(start)
             raise
-        owners = {number: layer for (number, _), layer in zip(spec.owned, self._owned, strict=True)}
+        owners = {layer.index: layer for layer in self._owned}
         self._layers: list[KVLayer | SharedView] = [
             SharedView(owners[layer.source], number) if isinstance(layer, SharedLayer) else owners[number]
             for number, layer in enumerate(spec.layers)
         ]
 
     def _make_layers(self) -> None:
-        scratch = [layer.scratch_nbytes(self.batch, self.max_tokens) for _, layer in self.spec.owned]
+        arena, batch, max_tokens = self.arena, self.batch, self.max_tokens
+        in_records = {}
         for number, layer in self.spec.owned:
-            self.add(self.arena, layer, index=number)
-        super().reserve_scratch(self.arena, max(scratch))
+            if self.layout == "token-major" and layer.is_plain:
+                in_records[number] = layer
+            else:
+                self.add(arena, layer, index=number)
+        super().reserve_scratch(arena, self.spec.scratch_nbytes(batch, max_tokens, layout=self.layout))
+        if in_records:  # the last region of all, so that it can grow
+            self._records = Records(arena, list(in_records.values()), batch, max_tokens)
+            for place, (number, layer) in enumerate(in_records.items()):
+                ops = self.ops(arena, max_tokens)
+                self._take(
+                    GrowingLayer(self._common, number, arena, layer, ops, records=self._records, place=place)
+                )
 
     def reserve_scratch(self, arena: Arena, nbytes: int) -> None:
-        """Do nothing: there is one region for all layers, behind the last one, where arena_nbytes counts it."""
+        """Do nothing: there is one region for all layers."""
+
+    def trim(self) -> int:
+        """Give memory back to the system where the arena grows and the cache is empty; return the bytes.
+
+        Otherwise it does nothing and returns 0: memory that held tokens once stays committed.
+
+        Raises
+        ------
+        LiveArraysError
+            Views of the cache are still referenced: reading them would end the process.
+        CheckpointError
+            Something was allocated behind the cache.
+        """
+        if self._records is None or not self.is_empty:
+            return 0
+        for layer in self._owned:
+            layer.check_live()
+        self._records.restart()
+        for layer in self._owned:
+            if isinstance(layer, GrowingLayer):
+                layer.forget()
+        return self.arena.trim()
 
     @property
     def layers(self) -> list[Any]:
@@ -137,7 +181,7 @@ class KVCache(LayerGroup):
             if start + n_tokens > self.max_tokens:
                 raise layer._capacity_error(n_tokens)
         for layer in self._owned:
-            _full(layer)
+            _full(layer).make_room(start + n_tokens)
         common.rows = n_rows
         for layer in self._owned:
             layer._cut(start + n_tokens)

@@ -12,6 +12,10 @@ from gpuarena.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["BufferSpec", "KVSpec", "LayerSpec", "SharedLayer"]
 
+#: How the tokens of a cache may lie in memory.
+LAYOUTS = ("head-major", "token-major")
+#: A growing cache reorders its rows in pieces of at most so many bytes, so that its scratch does not cost what it saves.
+_PIECE_NBYTES = 4 << 20
 #: Alignment of the scratch, in bytes: of the widest element type (complex128), since rows of any type pass through.
 SCRATCH_ALIGNMENT = 16
 
@@ -97,6 +101,11 @@ class LayerSpec:
     def is_joint(self) -> bool:
         """Whether keys and values lie in one region, since their dims and dtypes agree."""
         return self.key_dim == self.value_dim and self.dtype == self.value_dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token is stored as it is appended."""
+        return self.slack is None and self.storage is None
 
     @property
     def buffers(self) -> tuple[BufferSpec, ...]:
@@ -234,7 +243,17 @@ class KVSpec:
         batch, tokens = positive(batch, "batch"), positive(tokens, "tokens", least=0)
         return sum(sum(layer.region_nbytes(batch, tokens)) for _, layer in self.owned)
 
-    def arena_nbytes(self, batch: int, tokens: int, *, alignment: int = 256) -> int:
+    def scratch_nbytes(self, batch: int, tokens: int, *, layout: str = "head-major") -> int:
+        """Return the bytes of the scratch that all layers of a `KVCache` share."""
+        needed = max(layer.scratch_nbytes(batch, tokens) for _, layer in self.owned)
+        if layout == "head-major":
+            return needed
+        least = max(layer.scratch_nbytes(batch, min(tokens, 1)) for _, layer in self.owned)
+        return min(needed, max(least, _PIECE_NBYTES))
+
+    def arena_nbytes(
+        self, batch: int, tokens: int, *, alignment: int = 256, layout: str = "head-major"
+    ) -> int:
         """Return the bytes that `KVCache` takes of an arena: `nbytes`, its scratch and the alignment of each.
 
         A single sequence needs no scratch, since it has no rows to reorder. The padding behind the last region is
@@ -245,10 +264,22 @@ class KVSpec:
         batch, tokens : int
         alignment : int
             That of the arena, in bytes.
+        layout : str
+            As given to `KVCache`; on an arena that grows it is ``"token-major"`` by default, and the bytes are
+            reserved addresses.
         """
+        from gpuarena.kv.growing import PART_ALIGNMENT, record_layout
+
         batch, tokens = positive(batch, "batch"), positive(tokens, "tokens", least=0)
-        sizes = [nbytes for _, layer in self.owned for nbytes in layer.region_nbytes(batch, tokens)]
-        scratch = max(layer.scratch_nbytes(batch, tokens) for _, layer in self.owned)
+        if layout not in LAYOUTS:
+            raise ArgumentError(f"layout {layout!r} is none of {', '.join(map(repr, LAYOUTS))}")
+        in_records = [layer for _, layer in self.owned if layout == "token-major" and layer.is_plain]
+        apart = [layer for _, layer in self.owned if layer not in in_records]
+        sizes = [nbytes for layer in apart for nbytes in layer.region_nbytes(batch, tokens)]
+        if in_records:
+            sizes.append(record_layout(in_records, batch)[1] * tokens)
+            alignment = max(alignment, PART_ALIGNMENT)
+        scratch = self.scratch_nbytes(batch, tokens, layout=layout)
         if scratch:
             sizes.append(scratch)
             alignment = max(alignment, SCRATCH_ALIGNMENT)

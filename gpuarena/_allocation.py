@@ -108,6 +108,18 @@ class Allocation(Positions):
                 region._site = self._checks.site_of(stack.side, slot)
             return region
 
+    def _reserve(self, shape: Any, dtype: Any, align: int, label: str) -> Region:
+        """Return a region whose memory, where the backend grows, the caller commits in pieces, from its start on.
+
+        Whoever allocates behind it commits all of it. Nothing may touch what is not committed. In debug mode, which
+        writes to whole regions, it is committed at once.
+        """
+        with self._lock:
+            stack, slot, serial, record, dims, dt, _ = self._allocate(
+                shape, dtype, align, label, "low", None, needs_array=False, lazy=self._checks is None
+            )
+            return Region._root_of(self, stack, slot, serial, record, dims, dt)
+
     def empty(
         self, shape: Any, dtype: Any, *, align: int | None = None, label: str | None = None, side: str = "low"
     ) -> Any:
@@ -265,7 +277,16 @@ class Allocation(Positions):
         stack.used += record[1]
 
     def _allocate(
-        self, shape: Any, dtype: Any, align: Any, label: Any, side: Any, fill: Any, *, needs_array: bool
+        self,
+        shape: Any,
+        dtype: Any,
+        align: Any,
+        label: Any,
+        side: Any,
+        fill: Any,
+        *,
+        needs_array: bool,
+        lazy: bool = False,
     ) -> tuple[Stack, int, int, Record, tuple[int, ...], DType, Any]:
         """Take a region the long way; return what a `Region` is made of, and its array if that was made."""
         dims, dt, nbytes, alignment = self._request(shape, dtype, align, label, side)
@@ -278,7 +299,7 @@ class Allocation(Positions):
             if self._hooks:
                 take = Take(
                     stack, slot, offset, nbytes, new_top, dims, dt, alignment, label,
-                    fill is not None,
+                    fill is not None, lazy=lazy,
                 )  # fmt: skip
                 self._ask(take)
             array = None

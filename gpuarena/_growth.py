@@ -23,7 +23,7 @@ class Growth(Hook):
     def before_take(self, take: Take) -> None:
         """Back the region with memory; `OutOfMemoryError` and `CaptureError` come from the backend."""
         backend = self._arena._backend
-        if take.new_top > backend.committed:
+        if not take.lazy and take.new_top > backend.committed:
             backend.commit(take.new_top)
 
 

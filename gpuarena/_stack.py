@@ -70,11 +70,11 @@ class Take:
     """A region that is about to be taken, or was; sizes in bytes.
 
     `kind` is ``"alloc"``, ``"extend"`` (the last region grows) or, of what is placed as it was, ``"pin"`` or
-    ``"restore"``.
+    ``"restore"``. A `lazy` one is only reserved: whoever takes it commits its memory in pieces.
     """
 
     __slots__ = (
-        "align", "dtype", "filled", "kind", "label", "nbytes", "new_top", "offset", "old_top", "shape", "slot", "stack",
+        "align", "dtype", "filled", "kind", "label", "lazy", "nbytes", "new_top", "offset", "old_top", "shape", "slot", "stack",
     )  # fmt: skip
 
     def __init__(
@@ -90,11 +90,12 @@ class Take:
         label: str | None,
         filled: bool,
         kind: str = "alloc",
+        lazy: bool = False,
     ) -> None:
         self.stack, self.slot, self.offset, self.nbytes = stack, slot, offset, nbytes
         self.old_top, self.new_top = stack.top, new_top
         self.shape, self.dtype, self.align, self.label, self.filled = shape, dtype, align, label, filled
-        self.kind = kind
+        self.kind, self.lazy = kind, lazy
 
     @property
     def growing(self) -> bool:

@@ -143,6 +143,7 @@ def make_spill(arena: Arena, checkpoint: Checkpoint, frame: FrameType) -> Spill:
     if arena._checks is not None:
         arena._checks.inspect(stack, n_live)  # damage is reported now, so that it cannot lose the contents
     start, stop = sorted((checkpoint.top, stack.top))
+    arena._commit(stop)  # a region that is committed in pieces is read as a whole
     contents = arena._backend.read_bytes(start, stop)
     serials, records, top, used = stack.serials[n_live:], stack.records[n_live:], stack.top, stack.used
     watched = [(hook, hook.spilling(stack, n_live)) for hook in (*arena._drop_hooks, *arena._hooks)]

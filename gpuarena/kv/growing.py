@@ -1,7 +1,7 @@
 """Layers whose tokens lie one behind the other for all layers, so that memory grows with the tokens.
 
-A record is what all layers hold of one token, of all rows. On an arena that grows, records are added in place as
-tokens come, and the memory that is committed follows the longest row. Nothing moves.
+A record is what all layers hold of one token, of all rows. On an arena that grows, addresses are reserved for all of
+them, and memory is committed as tokens come: it follows the longest row. Nothing moves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from gpuarena._bump import align_up
 from gpuarena.arena import Arena
-from gpuarena.errors import CheckpointError
 from gpuarena.kv._layer import Common
 from gpuarena.kv._ops import Ops
 from gpuarena.kv.full import FullLayer
@@ -21,17 +20,17 @@ __all__ = ["GrowingLayer", "Records"]
 
 #: Alignment in bytes of each layer's part of a record: what vectorised loads of kernels want.
 PART_ALIGNMENT = 16
-#: A region grows by at least so many bytes at a time; the arena commits whole chunks anyway.
+#: Memory is asked for at least so many bytes at a time; the arena commits whole chunks anyway.
 _STEP_NBYTES = 64 << 10
 
 
 class Records:
-    """The region ``[tokens, record_nbytes]`` of bytes, and where each layer's part of a record begins.
+    """The region ``[max_tokens, record_nbytes]`` of bytes, and where each layer's part of a record begins.
 
     Parameters
     ----------
     arena : Arena
-        The region has to stay its last one, if the arena grows.
+        If it grows, the memory is committed in pieces, as long as nothing is allocated behind the region.
     layers : sequence of LayerSpec
         Those that store every token.
     batch, max_tokens : int
@@ -43,7 +42,7 @@ class Records:
     record_nbytes : int
         Bytes of a token of all layers and rows.
     n_tokens : int
-        Tokens that there is room for now.
+        Tokens that there is memory for.
     """
 
     def __init__(self, arena: Arena, layers: Sequence[LayerSpec], batch: int, max_tokens: int) -> None:
@@ -51,55 +50,50 @@ class Records:
         self._max_tokens = max_tokens
         self.offsets, self.record_nbytes = record_layout(layers, batch)
         self._step = max(1, _STEP_NBYTES // self.record_nbytes)
-        self.grows = arena.grows
-        self._begin = arena.checkpoint()
-        self._allocate()
-
-    def _allocate(self) -> None:
-        n_tokens = min(self._step, self._max_tokens) if self.grows else self._max_tokens
-        align = max(PART_ALIGNMENT, self._arena.alignment)
-        self.region = self._arena.alloc(
-            (n_tokens, self.record_nbytes), "uint8", align=align, label="kv records"
-        )
-        self.n_tokens = n_tokens
+        align = max(PART_ALIGNMENT, arena.alignment)
+        self.region = arena._reserve((max_tokens, self.record_nbytes), "uint8", align, "kv records")
+        self.n_tokens = 0 if arena.grows else max_tokens
 
     def ensure(self, n_tokens: int) -> None:
-        """Make room for `n_tokens` tokens; unchanged on error.
+        """Commit memory for `n_tokens` tokens; unchanged on error.
 
         Raises
         ------
-        CheckpointError
-            Something was allocated behind the cache, or a checkpoint of the arena taken.
-        OutOfMemoryError, CaptureError
+        OutOfMemoryError, CaptureError, BackendError
             No memory could be committed.
         """
-        if n_tokens <= self.n_tokens:
-            return
-        target = min(-(-n_tokens // self._step) * self._step, self._max_tokens)
-        try:
-            self.region = self.region.extend(target)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"the cache has room for {self.n_tokens} tokens and cannot grow to {n_tokens}: {error}. Give it an "
-                f"arena of its own, or layout='head-major', which takes all memory at once"
-            ) from error
-        self.n_tokens = target
+        if n_tokens > self.n_tokens:
+            target = min(-(-n_tokens // self._step) * self._step, self._max_tokens)
+            with self._arena._lock:
+                self.region._check()
+                self._arena._commit(self._end_of(target))
+            self.n_tokens = target
 
-    def restart(self) -> None:
-        """Drop all records but the first few; no token may be held.
+    def trim(self, n_tokens: int) -> int:
+        """Give back the memory behind `n_tokens` tokens, as far as whole chunks allow; return the bytes given back.
+
+        Nothing is given back if something was allocated behind the records.
 
         Raises
         ------
-        CheckpointError
-            Something was allocated behind them. Unchanged on error.
+        LiveArraysError
+            Arrays over the records are still referenced. Unchanged on error.
+        CaptureError, BackendError
+            From the backend.
         """
-        if self.grows and self.n_tokens > self._step:
-            if self._arena.stats.top != self.region.offset + self.region.nbytes:
-                raise CheckpointError(
-                    "the memory of the cache cannot be given back: more was allocated behind it"
-                )
-            self._arena.rollback(self._begin)
-            self._allocate()
+        arena = self._arena
+        with arena._lock:
+            self.region._check()
+            if not arena.grows or arena.stats.top > self._end_of(self._max_tokens):
+                return 0
+            assert arena._tracker is not None, "a growable arena tracks its arrays"
+            arena._tracker.check_above(self.region.offset)
+            n_bytes = arena._backend.trim(self._end_of(n_tokens))
+        self.n_tokens = min(self.n_tokens, n_tokens)
+        return n_bytes
+
+    def _end_of(self, n_tokens: int) -> int:
+        return self.region.offset + n_tokens * self.record_nbytes
 
 
 def record_layout(layers: Iterable[LayerSpec], batch: int) -> tuple[list[list[int]], int]:
@@ -153,19 +147,12 @@ class GrowingLayer(FullLayer):
                     self._ops.part(array, next(offsets), (batch, spec.kv_heads, buffer.dim), buffer.dtype),
                 )
 
-    def _bind(self, n_rows: int) -> None:
-        super()._bind(n_rows)
-        self._n_ready = self._records.n_tokens
-        self.regions = (self._records.region,)
-
     def _make_ready(self, n_new: int) -> None:
         """Make room for more tokens."""
         stop = self.length + n_new
         if stop > self._common.max_tokens:
             raise self._capacity_error(n_new)
-        self.check_live()
-        self._records.ensure(stop)
-        self._bound = 0  # what follows looks anew
+        self.make_room(stop)
 
     def append_pair(self, pair: Any) -> tuple[Any, Any]:
         """Write keys and values that come as one array; see `FullLayer.append_pair`. Here it takes two operations."""
@@ -173,18 +160,16 @@ class GrowingLayer(FullLayer):
         return self.append(pair[0], pair[1])
 
     def make_room(self, n_tokens: int) -> None:
-        """Make room for `n_tokens` tokens, and look at it."""
-        if n_tokens > self._n_ready:
-            self._records.ensure(n_tokens)
-            self._bind(self._bound or self._common.batch)
+        """Make sure that there is memory for `n_tokens` tokens."""
+        self._records.ensure(n_tokens)
+        self._n_ready = self._records.n_tokens
 
     def forget(self) -> None:
-        """Hold no array of the records any more; there is no token."""
-        self._k = self._v = None
+        """Hold no array of the records any more, and rely on no memory behind the tokens."""
+        self._k = self._v = self._pair = None
         self._bound = self._n_ready = self._n_clean = 0
-        self.regions = (self._records.region,)
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes of this layer's part of the records that there are."""
+        """Bytes of this layer's part of the records that there is memory for."""
         return self.spec.bytes_per_token * self._common.batch * self._records.n_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuarena.arena import Arena
@@ -39,7 +41,7 @@ class KVCache(LayerGroup):
     layout : str
         ``"head-major"``: a region for each layer, ``[batch, kv_heads, max_tokens, dim]``. ``"token-major"``: one
         region for all layers, ``[max_tokens, record_nbytes]``, whose memory follows the tokens on an arena that
-        grows; nothing may be allocated behind it then. ``"auto"``: token-major on such an arena.
+        grows, unless something is allocated behind it. ``"auto"``: token-major on such an arena.
 
     Raises
     ------
@@ -94,26 +96,22 @@ class KVCache(LayerGroup):
         """Do nothing: there is one region for all layers."""
 
     def trim(self) -> int:
-        """Give memory back to the system where the arena grows and the cache is empty; return the bytes.
+        """Give memory that no token needs back to the system, where the arena grows; return the bytes given back.
 
-        Otherwise it does nothing and returns 0: memory that held tokens once stays committed.
+        Whole chunks go; nothing goes if something was allocated behind the cache.
 
         Raises
         ------
         LiveArraysError
-            Views of the cache are still referenced: reading them would end the process.
-        CheckpointError
-            Something was allocated behind the cache.
+            Views of the cache are still referenced: reading them would end the process. Unchanged on error.
+        StaleRegionError
         """
-        if self._records is None or not self.is_empty:
+        if self._records is None:
             return 0
-        for layer in self._owned:
-            layer.check_live()
-        self._records.restart()
         for layer in self._owned:
             if isinstance(layer, GrowingLayer):
                 layer.forget()
-        return self.arena.trim()
+        return self._records.trim(max(self._common.lengths))
 
     @property
     def layers(self) -> list[Any]:
@@ -256,6 +254,155 @@ class KVCache(LayerGroup):
         """
         held = self._owned_layer(layer)
         return held._ops.mask_at(positions, n_slots, held.spec.window, held.spec.sinks)
+
+    # -- files and copies -----------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Write what is held to a file, which `load` and ``safetensors.safe_open`` read.
+
+        >>> import os, tempfile
+        >>> from gpuarena import Arena
+        >>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=4, dtype="float32")
+        >>> cache = KVCache(Arena("1MiB"), spec, batch=1, max_tokens=16)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "prompt.safetensors")
+        ...     cache.save(path, metadata={"model": "tiny"})
+        ...     KVCache.load(path, Arena("1MiB")).max_tokens
+        16
+
+        Only filled tokens and rows in use are written, as `gpuarena.kv.state` describes. They pass through some MiB
+        of host memory. A file that is there already is replaced when the new one is complete. Checkpoints are not
+        saved.
+
+        Parameters
+        ----------
+        path : str or path
+        metadata : mapping of str to str, optional
+            Texts to keep in the file; `gpuarena.kv.state.read_state` gives them back.
+        progress : callable, optional
+            Called with ``(done_nbytes, total_nbytes)`` as they grow, and once at the end with both alike. What it
+            raises ends the work.
+
+        Raises
+        ------
+        DTypeError
+            safetensors has no such dtype.
+        ArgumentTypeError, ArgumentError, StaleRegionError, CaptureError, OSError
+            Whatever is raised, a file that was there is as before, and no other is left behind.
+        """
+        from gpuarena.kv.state import save_cache
+
+        save_cache(self, path, metadata=metadata, progress=progress)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        arena: Arena,
+        *,
+        spec: KVSpec | None = None,
+        batch: int | None = None,
+        max_tokens: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> KVCache:
+        """Return a new cache on `arena`, on any device and of any library, that holds what `save` wrote.
+
+        Parameters
+        ----------
+        path : str or path
+        arena : Arena
+        spec : KVSpec, optional
+            What the file has to be for; None takes what it is for. Give that of the model.
+        batch, max_tokens : int, optional
+            Of the new cache; by default those of the cache that was saved.
+        progress : callable, optional
+            As for `save`.
+
+        Raises
+        ------
+        ArgumentError
+            It is no such file, or it is damaged; or it has other windows, sinks, storage or layers than `spec`. The
+            attributes `field`, `found` and `wanted` tell which, as for the next two.
+        DTypeError, ShapeError
+            It has other dtypes, heads or dims than `spec`; more rows than `batch`; or the arena lacks a dtype.
+        CapacityError
+            It has more tokens than `max_tokens`.
+        OutOfMemoryError
+            The cache does not fit the arena.
+        ArgumentTypeError, ArenaClosedError, CaptureError, OSError
+            Whatever is raised, the arena holds what it held before.
+        """
+        from gpuarena.kv.state import load_cache
+
+        return load_cache(
+            cls, path, arena, spec=spec, batch=batch, max_tokens=max_tokens, progress=progress
+        )
+
+    def restore(
+        self, path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
+    ) -> None:
+        """Hold what `save` wrote instead of what is held; checkpoints die.
+
+        The file is read twice: at first to make sure that it is whole and fits, so that the cache is unchanged
+        otherwise. If the second time fails, by an error of the disk, an interrupt, or what `progress` raises, the
+        cache is empty.
+
+        Parameters
+        ----------
+        path : str or path
+        progress : callable, optional
+            As for `save`; the total counts both times.
+
+        Raises
+        ------
+        ArgumentError, DTypeError, ShapeError, CapacityError
+            As `load`, of the spec and size of this cache. Unchanged on error.
+        StaleRegionError, CaptureError, ArgumentTypeError, OSError
+            Unchanged on error, unless reading fails the second time.
+        """
+        from gpuarena.kv.state import restore_cache
+
+        restore_cache(self, path, progress=progress)
+
+    def copy_to(self, arena: Arena, *, batch: int | None = None, max_tokens: int | None = None) -> KVCache:
+        """Return a new cache on `arena`, on any device and of any library, that holds what this one does.
+
+        Only filled tokens are copied, all or none; afterwards the two have nothing in common. Checkpoints stay
+        behind.
+
+        Parameters
+        ----------
+        arena : Arena
+        batch, max_tokens : int, optional
+            Of the new cache; by default those of this one.
+
+        Raises
+        ------
+        ShapeError, CapacityError
+            More rows or tokens are held than it is to have.
+        OutOfMemoryError, DTypeError
+            It does not fit the arena, or the arena lacks a dtype.
+        ArgumentError, ArgumentTypeError, StaleRegionError, ArenaClosedError, CaptureError
+            Whatever is raised, the arena holds what it held before.
+        """
+        from gpuarena.kv.state import copy_cache
+
+        return copy_cache(self, arena, batch=batch, max_tokens=max_tokens)
+
+    def fork(self) -> KVCache:
+        """Return a copy on the same arena, of the same size; see `copy_to`.
+
+        It lies behind this one. A cache on an arena that grows can get no new memory then.
+        """
+        from gpuarena.kv.state import copy_cache
+
+        return copy_cache(self, self.arena, layout=self.layout)
 
     def _owned_layer(self, layer: int) -> KVLayer:
         found = self._layers[self.spec.owner(layer)]

@@ -234,6 +234,9 @@ _dims = st.integers(1, 4)
 class KVMachine(RuleBasedStateMachine):
     """Random calls on a cache, each followed by a comparison with the model."""
 
+    stride: int | None = None
+    """Bytes from a token to the next; None where they lie one behind the other."""
+
     def __init__(self, library):
         super().__init__()
         self.library = library
@@ -251,17 +254,23 @@ class KVMachine(RuleBasedStateMachine):
         self.spec = KVSpec(
             LayerSpec(s.heads, s.key_dim, s.value_dim, s.dtype, s.window, s.value_dtype) for s in self.shapes
         )
-        nbytes = self.spec.arena_nbytes(batch, max_tokens)
-        self.memory = self.library.buffer(nbytes + 512)  # the alignment before, and some room behind
-        self.arena = Arena.from_buffer(self.memory)
+        self._make_arena()
         self.before = self.arena.checkpoint()
         self._make_cache()
+
+    def _make_arena(self):
+        nbytes = self.spec.arena_nbytes(self.batch, self.max_tokens)
+        self.memory = self.library.buffer(nbytes + 512)  # the alignment before, and some room behind
+        self.arena = Arena.from_buffer(self.memory)
 
     def _make_cache(self):
         self.cache = KVCache(self.arena, self.spec, batch=self.batch, max_tokens=self.max_tokens)
         n_layers = len(self.shapes)
         self.model = Model([[] for _ in range(n_layers)], lengths=[0] * n_layers)
         self.scopes.clear()
+        self._find_memory()
+
+    def _find_memory(self):
         self.addresses = [self._addresses(layer) for layer in self.cache.layers]
         base = self.library.address(self.memory)
         inside = np.zeros(len(self._raw()), bool)
@@ -274,6 +283,10 @@ class KVMachine(RuleBasedStateMachine):
         self.outside = ~inside
 
     # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _n_slots(self):
+        """Tokens that memory was taken for."""
+        return self.max_tokens
 
     def _addresses(self, layer):
         """Where keys and values begin: a region each, or the halves of one."""
@@ -371,7 +384,8 @@ class KVMachine(RuleBasedStateMachine):
             self._check(view, layer, which, table[:, low:])
             if n_seen:
                 dtype = self.spec.layers[layer].dtype if which == 0 else self.spec.layers[layer].value_dtype
-                assert self.library.address(view) == base + low * dim * dtype.itemsize
+                stride = dim * dtype.itemsize if self.stride is None else self.stride
+                assert self.library.address(view) == base + low * stride
 
     # -- appending ----------------------------------------------------------------------------------------------
 
@@ -700,17 +714,17 @@ class KVMachine(RuleBasedStateMachine):
         assert (stats.n_tokens, stats.n_rows) == (model.length, model.n_rows or 0)
         assert stats.high_water_tokens == model.high_water
         assert stats.bytes_per_token == sum(sizes)
-        assert stats.reserved_nbytes == sum(sizes) * self.batch * self.max_tokens
+        assert stats.reserved_nbytes == sum(sizes) * self.batch * self._n_slots()
         held = sum(size * length for size, length in zip(sizes, model.lengths, strict=True))
         assert stats.used_nbytes == held * (model.n_rows or 0)
         assert (stats.scratch_nbytes > 0) == (self.batch > 1)
         assert np.all(self._raw()[self.outside] == _UNUSED), "bytes outside of the cache were written"
 
 
-def run_kv_machine(library, **options):
+def run_kv_machine(library, machine=KVMachine, **options):
     """Run the machine on a library; `options` are of Hypothesis."""
     options = settings(settings.default, **{"deadline": None} | options)
-    run_state_machine_as_test(lambda: KVMachine(library), settings=options)
+    run_state_machine_as_test(lambda: machine(library), settings=options)
 
 
 def test_a_cache_of_numpy_arrays_behaves_as_the_model():

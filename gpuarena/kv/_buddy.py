@@ -64,7 +64,7 @@ class Buddy(Slots):
         length = self.length_for(n)
         start = take_block(self._free, length)
         if start is None:
-            raise self._no_room(n, f"no free block of {length} slots for a request of {n}", self.largest_hole)
+            raise self.refusal(n)
         return self._add(start, length, n)
 
     def holes(self) -> list[tuple[int, int]]:
@@ -84,6 +84,32 @@ class Buddy(Slots):
     def largest_possible(self) -> int:
         """The longest request that fits when nothing is allocated."""
         return 1 << (len(self._free) - 1)
+
+    def max_length(self, start: int) -> int:
+        """Return the most slots that the allocation at `start` can have where it lies, those that it has included.
+
+        >>> buddy = Buddy(16)
+        >>> first, second = buddy.allocate(2), buddy.allocate(1)
+        >>> buddy.max_length(first), buddy.max_length(second)
+        (2, 2)
+        """
+        length = self._allocation(start).length
+        # It is the lower half of a longer block as long as its start is a multiple of that, and the upper half free.
+        while start % (2 * length) == 0 and self._is_free(start + length, length):
+            length *= 2
+        return length
+
+    def _refit(self, start: int, length: int, wanted: int) -> None:
+        while length < wanted:
+            self._free[length.bit_length() - 1].remove(start + length)
+            length *= 2
+        while length > wanted:
+            length //= 2
+            insort(self._free[length.bit_length() - 1], start + length)
+
+    def _is_free(self, start: int, length: int) -> bool:
+        order = length.bit_length() - 1
+        return order < len(self._free) and start in self._free[order]
 
     def _take_at(self, start: int, length: int) -> bool:
         for order in range(length.bit_length() - 1, len(self._free)):

@@ -61,47 +61,10 @@ class FreeList(Slots):
         n = positive(n, "n")
         index = self._find(n)
         if index is None:
-            raise self._no_room(n, f"no hole of {n} slots", self.largest_hole)
+            raise self.refusal(n)
         start = self._starts[index]
         self._carve(index, start, n)
         return self._add(start, n, n)
-
-    def resize(self, start: int, n: int) -> None:
-        """Let the allocation at `start` have `n` slots where it lies, more or fewer.
-
-        >>> slots = FreeList(16)
-        >>> slots.resize(slots.allocate(4), 10)
-        >>> slots.holes()
-        [(10, 6)]
-
-        Raises
-        ------
-        CapacityError
-            The slots behind it are not free; `requested` counts the slots that it would take more, and `available`
-            those that are free behind it. Unchanged on error; allocate anew, copy and free instead.
-        ArgumentError, ArgumentTypeError
-            No live allocation starts there, or `n` is no positive integer, or less than what `use` says it holds.
-        """
-        allocation = self._allocation(start)
-        n = positive(n, "n")
-        n_more, end = n - allocation.length, start + allocation.length
-        if allocation.used is not None and allocation.used > n:
-            raise ArgumentError(
-                f"the allocation at slot {start} holds {allocation.used} tokens, which do not fit in {n} slots",
-                start=start,
-            )
-        if n_more > 0 and not self._take_at(end, n_more):
-            room = dict(zip(self._starts, self._lengths, strict=True)).get(end, 0)
-            what = (
-                f"the allocation at slot {start} cannot grow in place from {allocation.length} to {n} slots, since "
-                f"{room} of the {n_more} behind it are free"
-            )
-            raise self._no_room(n_more, what, room)
-        if n_more < 0:
-            self._release(start + n, -n_more)
-        self._n_reserved += n_more
-        self._n_used += n_more if allocation.used is None else 0
-        allocation.length = allocation.asked = n
 
     def holes(self) -> list[tuple[int, int]]:
         """Return ``(start, length)`` of each longest run of free slots, by start."""
@@ -120,6 +83,19 @@ class FreeList(Slots):
     def largest_possible(self) -> int:
         """The longest request that fits when nothing is allocated."""
         return self.capacity
+
+    def max_length(self, start: int) -> int:
+        """Return the most slots that the allocation at `start` can have where it lies, those that it has included."""
+        length = self._allocation(start).length
+        index = bisect_left(self._starts, start)
+        behind = index < len(self._starts) and self._starts[index] == start + length
+        return length + (self._lengths[index] if behind else 0)
+
+    def _refit(self, start: int, length: int, wanted: int) -> None:
+        if wanted > length:
+            self._take_at(start + length, wanted - length)
+        else:
+            self._release(start + wanted, length - wanted)
 
     def _find(self, n: int) -> int | None:
         """Return the index of the hole that a request of `n` goes to."""

@@ -94,6 +94,14 @@ class Slots(ABC):
         """The longest request that fits when nothing is allocated."""
 
     @abstractmethod
+    def max_length(self, start: int) -> int:
+        """Return the most slots that the allocation at `start` can have where it lies, those that it has included."""
+
+    @abstractmethod
+    def _refit(self, start: int, length: int, wanted: int) -> None:
+        """Take the free slots behind an allocation of `length`, or release its last ones, until it has `wanted`."""
+
+    @abstractmethod
     def _release(self, start: int, length: int) -> None:
         """Make slots free that were reserved."""
 
@@ -174,6 +182,50 @@ class Slots(ABC):
         del self._live[start]
         self._freed.add(start)
         self._release(start, allocation.length)
+
+    def resize(self, start: int, n: int) -> None:
+        """Let the allocation at `start` have the slots of a request of `n` where it lies, more or fewer.
+
+        >>> from gpuarena.kv._free_list import FreeList
+        >>> slots = FreeList(16)
+        >>> slots.resize(slots.allocate(4), 10)
+        >>> slots.holes()
+        [(10, 6)]
+
+        Raises
+        ------
+        CapacityError
+            The slots behind it are not free, or no such block starts there; `requested` counts the slots that it would
+            take more, and `available` those that it could. Unchanged on error; allocate anew, copy and free instead.
+        ArgumentError, ArgumentTypeError
+            No live allocation starts there, or `n` is no positive integer, or less than what `use` says it holds.
+        """
+        allocation = self._allocation(start)
+        n = positive(n, "n")
+        length, wanted = allocation.length, self.length_for(n)
+        if allocation.used is not None and allocation.used > n:
+            raise ArgumentError(
+                f"the allocation at slot {start} holds {allocation.used} tokens, which do not fit in {n} slots",
+                start=start,
+            )
+        room = self.max_length(start)
+        if wanted > room:
+            what = (
+                f"the allocation at slot {start} cannot grow in place from {length} to {wanted} slots, since "
+                f"{room - length} of the {wanted - length} behind it are free"
+            )
+            raise self._no_room(wanted - length, what, room - length)
+        if wanted != length:
+            self._refit(start, length, wanted)
+        self._n_reserved += wanted - length
+        self._n_used += n - allocation.asked if allocation.used is None else 0
+        allocation.length, allocation.asked = wanted, n
+
+    def refusal(self, n: int) -> CapacityError:
+        """Return the error for a request of `n` that does not fit, as `allocate` raises it."""
+        length = self.length_for(n)
+        rounded = f" for a request of {n}" if length != n else ""
+        return self._no_room(n, f"no hole of {length} slots{rounded}", self.largest_hole)
 
     def move(self, start: int, to: int) -> None:
         """Let the allocation at `start` have the slots from `to` on instead. The caller copies the tokens.

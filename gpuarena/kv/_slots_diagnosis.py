@@ -14,7 +14,7 @@ from gpuarena.kv._free_list import FreeList
 from gpuarena.kv._slots import Occupancy, Slots
 from gpuarena.kv.spec import positive
 
-__all__ = ["Compaction", "Diagnosis", "Move", "diagnose"]
+__all__ = ["Compaction", "Diagnosis", "Move", "compaction_for_longest", "diagnose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,9 @@ class Diagnosis:
         """One paragraph for people."""
         return " ".join(_sentences(self))
 
+    def __str__(self) -> str:
+        return self.text
+
 
 def diagnose(slots: Slots, n: int, *, page_size: int = 16) -> Diagnosis:
     """Say whether a request of `n` tokens fits in `slots`, and if not, why and what would help.
@@ -162,6 +165,25 @@ def diagnose(slots: Slots, n: int, *, page_size: int = 16) -> Diagnosis:
         pages_needed=sum(-(-n_tokens // page_size) for n_tokens in (*held, n)),
         n_pages=slots.capacity // page_size,
     )
+
+
+def compaction_for_longest(slots: Slots) -> Compaction | None:
+    """Return the least copy that makes room for the longest request; None if moves make no longer one fit.
+
+    >>> slots = FreeList(1000)
+    >>> starts = [slots.allocate(200) for _ in range(5)]
+    >>> slots.free(starts[1]), slots.free(starts[3])
+    (None, None)
+    >>> compaction_for_longest(slots).moves
+    (Move(start=400, to=200, length=200, n_tokens=200),)
+    """
+    n = min(slots.free_slots, slots.largest_possible)
+    while n > slots.largest_hole:
+        plan = diagnose(slots, n).least_copy
+        if plan is not None:
+            return plan
+        n = slots.length_for(n) // 2  # only of a Buddy: a FreeList can always make all that is free one hole
+    return None
 
 
 def _slides(slots: FreeList, n: int) -> Iterator[Compaction]:

@@ -14,7 +14,7 @@ from gpuarena.kv import _buddy, _free_list, _slots, _slots_diagnosis
 from gpuarena.kv._buddy import Buddy
 from gpuarena.kv._free_list import FreeList
 from gpuarena.kv._slots import Occupancy, Slots
-from gpuarena.kv._slots_diagnosis import diagnose
+from gpuarena.kv._slots_diagnosis import compaction_for_longest, diagnose
 
 MODULES = [_slots, _free_list, _buddy, _slots_diagnosis]
 both = pytest.mark.parametrize("kind", [FreeList, Buddy])
@@ -171,6 +171,90 @@ def test_growth_without_room_behind_says_how_much_there_is():
         slots.resize(starts[0], 13)
     assert caught.value.cause == "memory"
     assert slots.allocations() == [(0, 4), (8, 4), (12, 4)]
+
+
+def test_a_buddy_block_grows_over_its_upper_halves_and_shrinks():
+    slots = Buddy(32)
+    first, second = slots.allocate(3), slots.allocate(4)
+    slots.use(first, 2)
+    slots.free(second)
+    slots.resize(first, 13)
+    assert (slots.allocations(), slots.holes()) == ([(0, 16)], [(16, 16)])
+    slots.resize(first, 2)
+    assert slots.holes() == [(2, 2), (4, 4), (8, 8), (16, 16)]
+    assert (slots.used(first), slots.reserved_slots) == (2, 2)
+    with pytest.raises(ArgumentError, match="holds 2 tokens, which do not fit in 1 slots"):
+        slots.resize(first, 1)
+
+
+def test_a_buddy_block_that_is_no_lower_half_cannot_grow():
+    slots = Buddy(16)
+    first, second = slots.allocate(4), slots.allocate(4)
+    slots.free(first)
+    with pytest.raises(
+        CapacityError, match="from 4 to 8 slots, since 0 of the 4 behind it are free"
+    ) as caught:
+        slots.resize(second, 5)
+    assert (caught.value.requested, caught.value.available, caught.value.missing) == (4, 0, 4)
+    slots.move(second, 0)
+    slots.resize(0, 5)
+    with pytest.raises(CapacityError):
+        slots.resize(0, 17)
+    assert slots.allocations() == [(0, 8)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@both
+def test_resizing_against_a_list_of_owners(kind, seed):
+    draw, capacity = random.Random(seed), 28
+    slots, asked, n_tried, n_done = kind(capacity), {}, 0, 0
+
+    def rounded(n):
+        return n if kind is FreeList else next(2**order for order in range(9) if 2**order >= n)
+
+    for _ in range(400):
+        if asked and draw.random() < 0.3:
+            start = draw.choice(sorted(asked))
+            slots.free(start)
+            del asked[start]
+        elif draw.random() < 0.4:
+            try:
+                n = draw.randint(1, 6)
+                asked[slots.allocate(n)] = n
+            except CapacityError:
+                pass
+        elif asked:
+            start = draw.choice(sorted(asked))
+            owner = [None] * capacity
+            for first, n in asked.items():
+                owner[first : first + rounded(n)] = [first] * rounded(n)
+            possible = [
+                n
+                for n in range(1, capacity + 1)
+                if set(owner[start : start + rounded(n)]) <= {None, start}
+                and start + rounded(n) <= capacity
+                and (kind is FreeList or start % rounded(n) == 0)
+            ]
+            assert slots.max_length(start) == rounded(max(possible))
+            n = draw.randint(1, 14)
+            n_tried += 1
+            if n in possible:
+                slots.resize(start, n)
+                asked[start] = n
+                n_done += 1
+            else:
+                with pytest.raises(CapacityError) as caught:
+                    slots.resize(start, n)
+                assert caught.value.available == rounded(max(possible)) - rounded(asked[start])
+        assert slots.allocations() == sorted((first, rounded(n)) for first, n in asked.items())
+        assert slots.occupancy().used == sum(asked.values())
+        assert (
+            slots.free_slots == sum(length for _, length in slots.holes()) == capacity - slots.reserved_slots
+        )
+    assert 20 < n_done < n_tried
+    for start in asked:
+        slots.free(start)
+    assert slots.holes() == kind(capacity).holes()
 
 
 def test_tokens_held_are_not_cut_off():
@@ -424,6 +508,44 @@ def test_full_slots_have_no_request_that_fits():
         "In pages of 1 token it would not fit either: the tokens held and the request take 3 of 2 pages."
         in text
     )
+
+
+@both
+def test_a_refusal_can_be_had_without_asking(kind):
+    slots = checkered(kind, 4, 16)
+    with pytest.raises(CapacityError) as caught:
+        slots.allocate(17)
+    assert vars(slots.refusal(17)) == vars(caught.value)
+    assert str(slots.refusal(17)) == str(caught.value)
+    assert ("for a request of 17" in str(caught.value)) == (kind is Buddy)
+
+
+@both
+def test_the_longest_request_that_moves_make_room_for(kind):
+    slots = checkered(kind, 8, 4)
+    plan = compaction_for_longest(slots)
+    assert (plan.n_tokens, len(plan.moves)) == ((12, 3) if kind is FreeList else (8, 2))
+    for move in plan.moves:
+        slots.move(move.start, move.to)
+    assert slots.largest_hole == 16 == slots.free_slots
+    assert compaction_for_longest(slots) is None
+    assert compaction_for_longest(kind(7)) is None
+
+
+def test_a_buddy_that_cannot_have_the_longest_block_gets_half_of_it():
+    slots = Buddy(8)
+    starts = [slots.allocate(n) for n in (2, 1, 1, 1, 1, 1, 1)]
+    for start in (starts[1], starts[3], starts[5]):
+        slots.free(start)
+    assert diagnose(slots, 3).least_copy is None
+    plan = compaction_for_longest(slots)
+    assert plan == diagnose(slots, 2).least_copy
+    assert len(plan.moves) == 1
+
+
+def test_a_diagnosis_is_printed_as_its_text():
+    found = diagnose(FreeList(4), 2)
+    assert str(found) == found.text
 
 
 def test_a_buddy_block_is_emptied_into_the_others():

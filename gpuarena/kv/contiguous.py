@@ -1,0 +1,655 @@
+"""The contiguous cache: each request has one piece of token slots, reserved when it comes, as before paging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gpuarena._bump import align_up
+from gpuarena.arena import Arena
+from gpuarena.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CapacityError,
+    DTypeError,
+    LayerOrderError,
+    SequenceError,
+    ShapeError,
+    refuse_copy,
+)
+from gpuarena.kv._buddy import Buddy
+from gpuarena.kv._free_list import FreeList
+from gpuarena.kv._ops import Ops, ops_for
+from gpuarena.kv._slots import Occupancy, Slots
+from gpuarena.kv._slots_diagnosis import Compaction, Diagnosis, compaction_for_longest, diagnose
+from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec, positive
+from gpuarena.region import Region
+
+__all__ = ["ContiguousKVCache", "ContiguousStats", "Request"]
+
+#: Most tokens of one layer that the scratch of a compaction holds. Longer pieces are copied in several steps, of
+#: which a GPU starts each in some microseconds; at 256 tokens the copies themselves take longer than that.
+_SCRATCH_TOKENS = 256
+
+_POLICIES: dict[str, Callable[[int], Slots]] = {
+    "first_fit": FreeList,
+    "best_fit": lambda capacity: FreeList(capacity, fit="best"),
+    "buddy": Buddy,
+}
+
+
+class _Layer:
+    """Keys and values of one layer: ``[1, kv_heads, slots, dim]`` each, or both in ``[2, kv_heads, slots, dim]``."""
+
+    __slots__ = ("dtypes", "index", "keys", "moved", "spec", "turn", "values")
+
+    def __init__(self, arena: Arena, index: int, turn: int, spec: LayerSpec, capacity: int, ops: Ops) -> None:
+        self.index = index
+        self.turn = turn  # how many layers a step writes before this one
+        self.spec = spec
+        self.dtypes = (ops.dtype(spec.dtype), ops.dtype(spec.value_dtype))
+        self.moved = [  # what a compaction copies
+            arena.alloc(
+                (buffer.n_planes, spec.kv_heads, capacity, buffer.dim),
+                buffer.dtype,
+                label=f"layer{index}.{buffer.name}",
+            )
+            for buffer in spec.buffers
+        ]
+        pairs = self.moved[0]
+        # Regions, not views of arrays: a region makes its array outside of inference mode, and knows when it is stale.
+        self.keys, self.values = (pairs[0:1], pairs[1:2]) if spec.is_joint else self.moved
+
+
+class _Piece:
+    """What is known of one request; the cache refers to this and not to `Request`, so that they make no cycle."""
+
+    __slots__ = ("ended_by", "held", "length", "max_tokens", "n_written", "start")
+
+    def __init__(self, start: int, max_tokens: int) -> None:
+        self.start = start
+        self.max_tokens = max_tokens
+        self.ended_by: str | None = None
+        self.cut(0)
+
+    def cut(self, n_tokens: int) -> None:
+        self.length = n_tokens  # tokens that every layer holds
+        self.held = n_tokens  # tokens that the layers hold which the present step has written
+        self.n_written = 0  # layers that the present step has written
+
+
+class Request:
+    """One request's slots in a `ContiguousKVCache`, made by `ContiguousKVCache.request`.
+
+    A request that is dropped without `free` keeps its slots until the cache is reset.
+    """
+
+    __slots__ = ("_cache", "_piece")
+
+    def __init__(self, cache: ContiguousKVCache, piece: _Piece) -> None:
+        self._cache = cache
+        self._piece = piece
+
+    @property
+    def start(self) -> int:
+        """Its first slot, by which a diagnosis names it; a compaction may change it."""
+        return self._piece.start
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that it has reserved."""
+        return self._piece.max_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer holds."""
+        return self._piece.length
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has its slots: it was not freed, the cache not reset, and the arena not rolled back."""
+        return self._piece.ended_by is None and self._cache.is_live
+
+    def append(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Write new tokens of one layer behind its filled ones, and return views of what a query may see.
+
+        A step writes the layers that own their keys in ascending order, each with the same number of tokens.
+
+        Parameters
+        ----------
+        layer : int
+        keys : ``[1, kv_heads, n, key_dim]``
+        values : ``[1, kv_heads, n, value_dim]``
+
+        Returns
+        -------
+        keys, values
+            Views of all filled tokens, or of the last ``window - 1 + n`` in a layer with a window. After a `free`
+            or a compaction they show what has come to lie there; `read` returns new ones.
+
+        Raises
+        ------
+        LayerOrderError
+            The layer was written in this step already, or one before it was not. `truncate` drops a step.
+        CapacityError
+            More than `max_tokens`; the figures count tokens of this request.
+        SequenceError
+            The request was freed.
+        ArgumentError
+            There is no such layer, or it is a `SharedLayer`, which owns nothing to write.
+        ArgumentTypeError, DeviceMismatchError, AutogradError, ShapeError, DTypeError, StaleRegionError
+            Checked before the first byte is written; unchanged on error.
+        """
+        return self._cache._append(self._live_piece("append"), layer, keys, values)
+
+    def read(self, layer: int, n_tokens: int = 1) -> tuple[Any, Any]:
+        """Return what the queries of a layer's last `n_tokens` tokens may see, as `append` does.
+
+        A `SharedLayer` reads its owner.
+
+        Raises
+        ------
+        SequenceError, ArgumentError, ArgumentTypeError, StaleRegionError
+            The request was freed, there is no such layer, it holds fewer tokens, or the arena was rolled back.
+        """
+        return self._cache._read(self._live_piece("read"), layer, n_tokens)
+
+    def truncate(self, n_tokens: int) -> None:
+        """Keep the first `n_tokens` tokens of every layer, and drop a step that is unfinished; nothing is copied.
+
+        Raises
+        ------
+        SequenceError, ArgumentError, ArgumentTypeError
+            The request was freed, or every layer holds less than that. Unchanged on error.
+        """
+        piece = self._live_piece("truncate")
+        keep = positive(n_tokens, "n_tokens", least=0)
+        if keep > piece.length:
+            raise ArgumentError(f"truncate({keep}): the request holds only {piece.length} tokens")
+        piece.cut(keep)
+        self._cache._slots.use(piece.start, keep)
+
+    def grow(self, max_tokens: int) -> None:
+        """Reserve more, in place.
+
+        Raises
+        ------
+        CapacityError
+            The slots behind it are not free. Unchanged on error.
+        SequenceError, ArgumentError, ArgumentTypeError
+            The request was freed, or has more than `max_tokens` already. Unchanged on error.
+        """
+        self._cache._grow(self._live_piece("grow"), positive(max_tokens, "max_tokens"))
+
+    def free(self) -> None:
+        """Give the slots back.
+
+        Raises
+        ------
+        SequenceError
+            They were given back before. Unchanged on error.
+        """
+        self._cache._free(self._live_piece("free"))
+
+    def _live_piece(self, action: str) -> _Piece:
+        piece = self._piece
+        if piece.ended_by is not None:
+            raise SequenceError(
+                f"{action}: the request at slot {piece.start} gave its slots back by {piece.ended_by}; "
+                f"cache.request(max_tokens) makes another"
+            )
+        return piece
+
+    def __repr__(self) -> str:
+        piece = self._piece
+        state = f"freed by {piece.ended_by}" if piece.ended_by else f"at slot {piece.start}"
+        return f"<Request {state}: {piece.length} of {piece.max_tokens} tokens>"
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousStats:
+    """A snapshot of a cache; the sums go on over `ContiguousKVCache.reset`."""
+
+    n_requests: int
+    """Requests that have slots now."""
+    n_requests_total: int
+    """Requests that ever had."""
+    n_refused_memory: int
+    """Refusals of `request` for lack of free slots."""
+    n_refused_fragmentation: int
+    """Refusals of `request` though enough slots were free."""
+    n_moved_total: int
+    """Requests that compactions moved."""
+    n_copied_total: int
+    """Tokens that compactions copied."""
+    high_water_slots: int
+    """Most slots ever reserved at once."""
+    bytes_per_token: int
+    """Bytes of one token, over all layers."""
+    reserved_nbytes: int
+    """Bytes of all key and value regions."""
+    used_nbytes: int
+    """Bytes of the tokens that are held."""
+    scratch_nbytes: int
+    """Bytes reserved for compactions."""
+
+
+class ContiguousKVCache:
+    """A cache in which each request has one contiguous piece of token slots, as serving systems had before paging.
+
+    It is for kernels that take no page table, and to compare with. Its fault is that the free slots end up
+    scattered: long requests are refused while short ones are served. Here 40 % are free in two pieces of 200:
+
+    >>> import numpy as np
+    >>> from gpuarena import Arena
+    >>> spec = KVSpec.uniform(layers=1, kv_heads=2, head_dim=4, dtype="float32")
+    >>> cache = ContiguousKVCache(Arena("1MiB"), spec, capacity_tokens=1000)
+    >>> first, second, third, fourth, fifth = [cache.request(200) for _ in range(5)]
+    >>> k = np.ones((1, 2, 30, 4), np.float32)  # [1, kv_heads, tokens, head_dim]
+    >>> keys, values = third.append(0, k, k)
+    >>> keys.shape
+    (1, 2, 30, 4)
+    >>> second.free(), fourth.free()
+    (None, None)
+    >>> cache.would_fit(300), cache.would_fit(200)
+    (False, True)
+    >>> print(cache.diagnose(300))  # doctest: +NORMALIZE_WHITESPACE
+    A request of 300 tokens does not fit although 400 of 1000 slots (40 %) are free, in 2 holes of at most 200. Of the
+    600 reserved slots, 570 hold no token; without them 970 would be free. The holes at 200 and 600 would be one that is
+    long enough without the allocation at 400. The request fits after a compaction that moves 1 allocation and copies 30
+    tokens, or once any one of the allocations at 0, 400 and 800 ends. A request of at most 200 tokens fits now. In
+    pages of 16 tokens it would fit: the tokens held and the request take 21 of 62 pages.
+    >>> cache.compact(for_tokens=300)  # tokens copied
+    30
+    >>> cache.request(300).start, third.start
+    (400, 200)
+
+    A layer's keys and values lie head-major, ``[kv_heads, slots, dim]``: the tokens of one head of a request are one
+    run of bytes, which is how attention reads them, with the strides that the linear cache's views have; and a request
+    grows into the slots behind it without moving a byte. All heads together are no single run.
+
+    Parameters
+    ----------
+    arena : Arena
+        A torch arena takes and gives tensors, a host or cupy arena arrays of its own library.
+    spec : KVSpec
+        Without layers that have ``slack`` or ``storage``.
+    capacity_tokens : int
+        Slots for all requests together.
+    policy : {"first_fit", "best_fit", "buddy"}
+        Whether a request goes to the lowest hole that is long enough, to the shortest, or to a block of the next
+        power of two.
+
+    Raises
+    ------
+    OutOfMemoryError
+        The arena has less than ``arena_nbytes(spec, capacity_tokens=...)`` left; nothing was taken of it.
+    ArgumentError, ArgumentTypeError
+        An unknown policy, a layer of a kind named above, or a value of the wrong kind; nothing was taken.
+
+    Notes
+    -----
+    All array memory is taken here, none later. Not safe for use from several threads. Rolling the arena back to
+    before this call makes the cache stale; later appends raise.
+    """
+
+    def __init__(
+        self, arena: Arena, spec: KVSpec, *, capacity_tokens: int, policy: str = "first_fit"
+    ) -> None:
+        self.capacity_tokens = positive(capacity_tokens, "capacity_tokens")
+        if not isinstance(policy, str):
+            raise ArgumentTypeError(f"policy must be a str, not {type(policy).__name__}")
+        if policy not in _POLICIES:
+            raise ArgumentError(f"policy must be one of {', '.join(map(repr, _POLICIES))}, not {policy!r}")
+        _check_spec(spec)
+        self.arena = arena
+        self.spec = spec
+        self.policy = policy
+        self._ops = ops_for(arena, 1)
+        self._layers: list[_Layer | None] = [None] * len(spec.layers)  # None for a SharedLayer
+        start = arena.checkpoint()
+        try:
+            for turn, (index, layer) in enumerate(spec.owned):
+                self._layers[index] = _Layer(arena, index, turn, layer, self.capacity_tokens, self._ops)
+            self._owned = [layer for layer in self._layers if layer is not None]
+            self._scratch = arena.alloc(
+                _scratch_nbytes(spec, self.capacity_tokens),
+                "uint8",
+                align=max(arena.alignment, _scratch_alignment(spec)),
+                label="scratch",
+            )
+            self._ops.reach(self.capacity_tokens)
+        except BaseException:
+            arena.rollback(start)
+            raise
+        self._slots = _POLICIES[policy](self.capacity_tokens)
+        self._pieces: dict[int, _Piece] = {}  # by first slot
+        self._n_requests = self._n_moved = self._n_copied = self._high_water = 0
+        self._n_refused = {"memory": 0, "fragmentation": 0}
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
+    @staticmethod
+    def arena_nbytes(spec: KVSpec, *, capacity_tokens: int, alignment: int = 256) -> int:
+        """Return the bytes that a cache takes of an arena whose alignment is `alignment`, scratch and padding included.
+
+        >>> spec = KVSpec.uniform(layers=28, kv_heads=2, head_dim=128, dtype="bfloat16")
+        >>> ContiguousKVCache.arena_nbytes(spec, capacity_tokens=8192) - spec.nbytes(batch=1, tokens=8192)
+        262144
+        """
+        _check_spec(spec)
+        alignment = max(alignment, _scratch_alignment(spec))
+        # Without slack, batch rows of tokens slots are slots alike.
+        scratch = align_up(_scratch_nbytes(spec, positive(capacity_tokens, "capacity_tokens")), alignment)
+        return spec.arena_nbytes(1, capacity_tokens, alignment=alignment) + scratch
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def request(self, max_tokens: int) -> Request:
+        """Reserve `max_tokens` slots in one piece.
+
+        Raises
+        ------
+        CapacityError
+            No piece is long enough. `cause` is "memory" where less than that are free, and else "fragmentation";
+            `free` and `largest_hole` count tokens, `diagnosis` is what `diagnose` returns, and the message says it
+            in words. Unchanged on error but for `stats`.
+        ArgumentError, ArgumentTypeError
+            `max_tokens` is no positive integer.
+        """
+        n = positive(max_tokens, "max_tokens")
+        try:
+            start = self._slots.allocate(n)
+        except CapacityError as error:
+            self._n_refused[error.cause] += 1
+            raise self._explained(error, n) from None
+        self._slots.use(start, 0)
+        piece = self._pieces[start] = _Piece(start, n)
+        self._n_requests += 1
+        self._high_water = max(self._high_water, self._slots.reserved_slots)
+        return Request(self, piece)
+
+    def would_fit(self, n_tokens: int) -> bool:
+        """Return whether a request of `n_tokens` tokens would be served now."""
+        return positive(n_tokens, "n_tokens") <= self._slots.largest_hole
+
+    def diagnose(self, n_tokens: int) -> Diagnosis:
+        """Say why a request of `n_tokens` tokens does not fit, and what would make it fit: ``print`` it.
+
+        Requests that have slots are its "allocations", each named by its `Request.start`.
+        """
+        return diagnose(self._slots, n_tokens)
+
+    def compact(self, *, for_tokens: int | None = None) -> int:
+        """Move requests together, and return how many tokens were copied, in all layers each.
+
+        Views that were returned before then show other tokens.
+
+        Parameters
+        ----------
+        for_tokens : int, optional
+            Make the moves of ``diagnose(for_tokens).least_copy``, none if it fits already. None makes room for the
+            longest request that moves can make room for: with ``"first_fit"`` and ``"best_fit"`` all free slots
+            become one piece.
+
+        Raises
+        ------
+        CapacityError
+            No moves make room for `for_tokens`. Unchanged on error.
+        StaleRegionError, ArgumentError, ArgumentTypeError
+            The arena was rolled back, or `for_tokens` is no positive integer. Unchanged on error.
+        """
+        if for_tokens is None:
+            plan = compaction_for_longest(self._slots)
+        else:
+            found = diagnose(self._slots, for_tokens)
+            plan = found.least_copy
+            if plan is None and not found.fits:
+                raise self._explained(self._slots.refusal(found.requested), found.requested)
+        return 0 if plan is None else self._move(plan)
+
+    def reset(self) -> None:
+        """End all requests; the memory stays."""
+        for piece in self._pieces.values():
+            piece.ended_by = "reset()"
+        self._pieces.clear()
+        self._slots = _POLICIES[self.policy](self.capacity_tokens)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the memory is there: the arena was not rolled back to before the cache, and is open."""
+        return self._scratch.is_live  # the last that was allocated
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How the slots are taken, with internal and external fragmentation."""
+        return self._slots.occupancy()
+
+    @property
+    def stats(self) -> ContiguousStats:
+        """An immutable snapshot of the figures."""
+        per_token = self.spec.bytes_per_token
+        return ContiguousStats(
+            n_requests=len(self._pieces),
+            n_requests_total=self._n_requests,
+            n_refused_memory=self._n_refused["memory"],
+            n_refused_fragmentation=self._n_refused["fragmentation"],
+            n_moved_total=self._n_moved,
+            n_copied_total=self._n_copied,
+            high_water_slots=self._high_water,
+            bytes_per_token=per_token,
+            reserved_nbytes=per_token * self.capacity_tokens,
+            used_nbytes=per_token * sum(piece.length for piece in self._pieces.values()),
+            scratch_nbytes=self._scratch.nbytes,
+        )
+
+    def _explained(self, error: CapacityError, n: int) -> CapacityError:
+        found = diagnose(self._slots, n)
+        return CapacityError(f"{found.text} Nothing was changed", **vars(error), diagnosis=found)
+
+    def _grow(self, piece: _Piece, n: int) -> None:
+        if n < piece.max_tokens:
+            raise ArgumentError(f"grow({n}): the request has {piece.max_tokens} tokens reserved already")
+        self._slots.resize(piece.start, n)
+        piece.max_tokens = n
+        self._high_water = max(self._high_water, self._slots.reserved_slots)
+
+    def _free(self, piece: _Piece) -> None:
+        self._slots.free(piece.start)
+        del self._pieces[piece.start]
+        piece.ended_by = "free()"
+
+    # -- contents -----------------------------------------------------------------------------------------------
+
+    def _append(self, piece: _Piece, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
+        own = self._layers[self.spec.owner(layer)]
+        assert own is not None, "an owner owns"
+        spec, ops = own.spec, self._ops
+        if own.index != layer:
+            raise ArgumentError(
+                f"layer {layer} owns nothing to append to: it reads layer {own.index}; read({layer}) returns that"
+            )
+        try:
+            n_rows, heads, n_new, dim = keys.shape
+            fine = (
+                n_rows == 1
+                and heads == spec.kv_heads
+                and dim == spec.key_dim
+                and values.shape == (1, heads, n_new, spec.value_dim)
+                and ops.agree(keys, values, own.dtypes)
+            )
+        except (AttributeError, TypeError, ValueError):  # no array, or not four dimensions
+            fine = False
+        if not fine:
+            _check_arrays(own, ops, keys, values)
+            n_new = keys.shape[2]
+        if own.turn != piece.n_written:
+            raise self._order_error(piece, own)
+        first = own.turn == 0
+        start = piece.length
+        stop = start + n_new
+        if first and stop > piece.max_tokens:
+            raise self._full(piece, n_new)
+        if not first and stop != piece.held:
+            raise ShapeError(
+                f"layer {layer}: {n_new} tokens given, but this step has {piece.held - start} in the layers before",
+                shape=tuple(keys.shape),
+            )
+        k_buffer, v_buffer = own.keys.array, own.values.array  # raises where stale
+        ops.write(k_buffer, v_buffer, piece.start + start, keys, values)
+        if first:
+            piece.held = stop
+            self._slots.use(piece.start, stop)
+        piece.n_written += 1
+        if piece.n_written == len(self._owned):
+            piece.length, piece.n_written = stop, 0
+        low = piece.start + _first_seen(spec, start)
+        return ops.tokens(k_buffer, low, piece.start + stop), ops.tokens(v_buffer, low, piece.start + stop)
+
+    def _read(self, piece: _Piece, layer: int, n_tokens: int) -> tuple[Any, Any]:
+        own = self._layers[self.spec.owner(layer)]
+        assert own is not None, "an owner owns"
+        n_tokens = positive(n_tokens, "n_tokens", least=0)
+        held = piece.held if own.turn < piece.n_written else piece.length
+        if n_tokens > held:
+            raise ArgumentError(f"read({layer}, {n_tokens}): layer {own.index} holds only {held} tokens")
+        low, stop = piece.start + _first_seen(own.spec, held - n_tokens), piece.start + held
+        return self._ops.tokens(own.keys.array, low, stop), self._ops.tokens(own.values.array, low, stop)
+
+    def _order_error(self, piece: _Piece, own: _Layer) -> LayerOrderError:
+        due = self._owned[piece.n_written].index
+        if own.turn < piece.n_written:
+            what = f"was written in this step already, which lacks layer {due}"
+        else:
+            what = f"is written before layer {due}, which is due"
+        return LayerOrderError(
+            f"layer {own.index} {what}: a step writes each layer once, in ascending order; "
+            f"truncate({piece.length}) drops an unfinished step",
+            layer=own.index,
+        )
+
+    def _full(self, piece: _Piece, n_new: int) -> CapacityError:
+        room = piece.max_tokens - piece.length
+        could = self._slots.max_length(piece.start)
+        how = (
+            f"grow({piece.length + n_new}) makes room"
+            if could >= piece.length + n_new
+            else f"it can grow to {could} tokens where it lies"
+        )
+        return CapacityError(
+            f"the request at slot {piece.start} is full: {piece.length} of {piece.max_tokens} tokens used, {n_new} "
+            f"more asked, {n_new - room} too many. Nothing was written: {how}; or truncate, or reserve at least "
+            f"{piece.length + n_new} tokens at first",
+            used=piece.length,
+            requested=n_new,
+            capacity=piece.max_tokens,
+            available=room,
+            free=room,
+            largest_hole=room,
+            missing=n_new - room,
+            aligned_offset=piece.length,
+            cause="memory",
+            label=None,
+        )
+
+    def _move(self, plan: Compaction) -> int:
+        """Make the moves, in which a piece may slide over itself."""
+        jobs = [
+            (region.array, _staging(self._scratch, region).array)
+            for own in self._owned
+            for region in own.moved
+            if region.nbytes
+        ]
+        for move in plan.moves:
+            for buffer, staging in jobs:
+                _copy_tokens(self._ops, buffer, staging, move.start, move.to, move.n_tokens)
+            self._slots.move(move.start, move.to)
+            piece = self._pieces.pop(move.start)
+            piece.start = move.to
+            self._pieces[move.to] = piece
+        self._n_moved += len(plan.moves)
+        self._n_copied += plan.n_tokens
+        return plan.n_tokens
+
+
+def _copy_tokens(ops: Ops, buffer: Any, staging: Any, start: int, to: int, n_tokens: int) -> None:
+    """Copy slots of ``[planes, kv_heads, slots, dim]`` to others, which may overlap them from below."""
+    distance = start - to
+    assert distance > 0 or -distance >= n_tokens, "pieces slide down, or move to slots apart from theirs"
+    n_staged = staging.shape[2]
+    direct = not 0 < distance < min(n_tokens, n_staged)
+    # So far apart, a chunk does not overlap its target, which is where the chunk before it was.
+    chunk = (distance if 0 < distance < n_tokens else n_tokens) if direct else n_staged
+    done = 0
+    while done < n_tokens:
+        n = min(chunk, n_tokens - done)
+        source = ops.tokens(buffer, start + done, start + done + n)
+        if not direct:
+            staged = ops.tokens(staging, 0, n)
+            staged[...] = source
+            source = staged
+        ops.tokens(buffer, to + done, to + done + n)[...] = source
+        done += n
+
+
+def _staging(scratch: Region, region: Region) -> Region:
+    """Return the scratch as a buffer like `region`, of fewer slots."""
+    planes, heads, slots, dim = region.shape
+    shape = (planes, heads, min(slots, scratch.nbytes // (planes * heads * dim * region.dtype.itemsize)), dim)
+    nbytes = planes * heads * shape[2] * dim * region.dtype.itemsize
+    return scratch[:nbytes].view(region.dtype).reshape(shape)
+
+
+def _scratch_nbytes(spec: KVSpec, capacity: int) -> int:
+    row_nbytes = [layer.kv_heads * buffer.row_nbytes for _, layer in spec.owned for buffer in layer.buffers]
+    return min(capacity, _SCRATCH_TOKENS) * max(row_nbytes)
+
+
+def _scratch_alignment(spec: KVSpec) -> int:
+    return max(SCRATCH_ALIGNMENT, *(layer.alignment for _, layer in spec.owned))
+
+
+def _first_seen(spec: LayerSpec, start: int) -> int:
+    """Return the first token that a view for queries from `start` on shows; sinks are no suffix, so it shows all."""
+    return 0 if spec.window is None or spec.sinks else max(0, start - spec.window + 1)
+
+
+def _check_spec(spec: Any) -> None:
+    if not isinstance(spec, KVSpec):
+        raise ArgumentTypeError(f"spec must be a KVSpec, not {type(spec).__name__}")
+    for index, layer in spec.owned:
+        for option, given in (("slack", layer.slack), ("storage", layer.storage)):
+            if given is not None:
+                raise ArgumentError(
+                    f"layer {index} has {option}={given!r}, which a contiguous cache does not have: it stores what is "
+                    f"appended, the whole history of it; leave {option} out, or use KVCache"
+                )
+
+
+def _check_arrays(own: _Layer, ops: Ops, keys: Any, values: Any) -> None:
+    """Raise unless a layer may be given these."""
+    ops.check(keys, "keys")
+    ops.check(values, "values")
+    spec, who = own.spec, f"layer {own.index}"
+    k_shape, v_shape = tuple(keys.shape), tuple(values.shape)
+    if len(k_shape) != 4 or k_shape[:2] != (1, spec.kv_heads) or k_shape[3] != spec.key_dim:
+        raise ShapeError(
+            f"{who}: keys are {list(k_shape)}, a request takes [1, {spec.kv_heads}, tokens, {spec.key_dim}]",
+            shape=k_shape,
+        )
+    if v_shape != (*k_shape[:3], spec.value_dim):
+        raise ShapeError(
+            f"{who}: values are {list(v_shape)}, for these keys they must be {[*k_shape[:3], spec.value_dim]}",
+            shape=v_shape,
+        )
+    if (keys.dtype, values.dtype) != own.dtypes:
+        raise DTypeError(
+            f"{who}: keys are {keys.dtype} and values {values.dtype}, the cache holds {spec.dtype} and "
+            f"{spec.value_dtype}; convert them, or make the cache with their dtype",
+            dtype=keys.dtype,
+        )

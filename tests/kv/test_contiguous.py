@@ -29,8 +29,8 @@ from gpuarena.errors import (
     ShapeError,
     StaleRegionError,
 )
-from gpuarena.kv import contiguous
-from gpuarena.kv.contiguous import ContiguousKVCache
+from gpuarena.kv.contiguous import ContiguousKVCache, _layers
+from gpuarena.kv.contiguous import cache as contiguous_cache
 from gpuarena.kv.spec import KVSpec, LayerSpec, SharedLayer
 
 POLICIES = ["first_fit", "best_fit", "buddy"]
@@ -62,7 +62,7 @@ def held(request, layer=0):
 
 
 def test_the_examples_run():
-    results = doctest.testmod(contiguous)
+    results = doctest.testmod(contiguous_cache)
     assert results.attempted
     assert not results.failed
 
@@ -522,7 +522,7 @@ def test_random_traffic_refuses_the_long_ones():
 def test_a_request_slides_over_itself(backend, distance, n_staged, monkeypatch):
     if backend == "torch":
         torch = pytest.importorskip("torch")
-    monkeypatch.setattr(contiguous, "_SCRATCH_TOKENS", n_staged)
+    monkeypatch.setattr(_layers, "_SCRATCH_TOKENS", n_staged)
     spec = KVSpec([LayerSpec(2, 4, 4, "float32"), LayerSpec(2, 4, 4, "float32", value_dtype="float64")])
     cache = made(spec, capacity=64, backend=backend)
     below, request, above = cache.request(distance), cache.request(20), cache.request(3)
@@ -583,7 +583,7 @@ def test_no_copy_overlaps_itself_and_there_are_few(n_staged):
                 if to == start and n_tokens:
                     continue
                 ops, buffer = Backwards(), Slots(list(range(40)))
-                contiguous._copy_tokens(ops, buffer, Slots([None] * n_staged), start, to, n_tokens)
+                _layers.copy_tokens(ops, buffer, Slots([None] * n_staged), start, to, n_tokens)
                 expected = list(range(40))
                 expected[to : to + n_tokens] = range(start, start + n_tokens)
                 assert buffer.slots == expected

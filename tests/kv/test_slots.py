@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from gpuarena.errors import ArgumentError, ArgumentTypeError, CapacityError, OutOfMemoryError
-from gpuarena.kv import _buddy, _free_list, _slots, _slots_diagnosis
-from gpuarena.kv._buddy import Buddy
-from gpuarena.kv._free_list import FreeList
-from gpuarena.kv._slots import Occupancy, Slots
-from gpuarena.kv._slots_diagnosis import compaction_for_longest, diagnose
+from gpuarena.kv.contiguous import _buddy, _diagnosis, _free_list, _slots
+from gpuarena.kv.contiguous._buddy import Buddy
+from gpuarena.kv.contiguous._diagnosis import compaction_for_longest, diagnose
+from gpuarena.kv.contiguous._free_list import FreeList
+from gpuarena.kv.contiguous._slots import Occupancy, Slots
 
-MODULES = [_slots, _free_list, _buddy, _slots_diagnosis]
+MODULES = [_slots, _free_list, _buddy, _diagnosis]
 both = pytest.mark.parametrize("kind", [FreeList, Buddy])
 
 

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 )
 
 from gpuarena.errors import ArgumentError, CapacityError
-from gpuarena.kv._buddy import Buddy
-from gpuarena.kv._free_list import FreeList
-from gpuarena.kv._slots_diagnosis import diagnose
+from gpuarena.kv.contiguous._buddy import Buddy
+from gpuarena.kv.contiguous._diagnosis import diagnose
+from gpuarena.kv.contiguous._free_list import FreeList
 
 #: Subsets of so many allocations are tried one by one.
 MOST_TRIED = 7

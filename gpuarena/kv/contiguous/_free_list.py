@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from typing import Literal
 
 from gpuarena.errors import ArgumentError
-from gpuarena.kv._slots import Slots
+from gpuarena.kv.contiguous._slots import Slots
 from gpuarena.kv.spec import positive
 
 __all__ = ["FreeList"]

@@ -2,7 +2,7 @@
 
 Serving systems gave every request one contiguous piece before paging. An allocator hands out pieces of
 ``range(capacity)`` and keeps no memory of its own. What it cannot prevent is that the free slots lie
-scattered; `gpuarena.kv._slots_diagnosis` explains a refusal.
+scattered; `gpuarena.kv.contiguous._diagnosis` explains a refusal.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Slots(ABC):
     def reserved(self, start: int) -> int:
         """Return the slots that the allocation at `start` has taken.
 
-        >>> from gpuarena.kv._buddy import Buddy
+        >>> from gpuarena.kv.contiguous._buddy import Buddy
         >>> buddy = Buddy(16)
         >>> buddy.reserved(buddy.allocate(5))
         8
@@ -146,7 +146,7 @@ class Slots(ABC):
     def use(self, start: int, n_tokens: int) -> None:
         """Say how many tokens the allocation at `start` holds, for the figures; its slots stay reserved.
 
-        >>> from gpuarena.kv._free_list import FreeList
+        >>> from gpuarena.kv.contiguous._free_list import FreeList
         >>> slots = FreeList(16)
         >>> slots.use(slots.allocate(8), 2)
         >>> slots.occupancy().internal_fragmentation
@@ -186,7 +186,7 @@ class Slots(ABC):
     def resize(self, start: int, n: int) -> None:
         """Let the allocation at `start` have the slots of a request of `n` where it lies, more or fewer.
 
-        >>> from gpuarena.kv._free_list import FreeList
+        >>> from gpuarena.kv.contiguous._free_list import FreeList
         >>> slots = FreeList(16)
         >>> slots.resize(slots.allocate(4), 10)
         >>> slots.holes()
@@ -233,7 +233,7 @@ class Slots(ABC):
         The two ranges may overlap, as they do where an allocation slides into the hole below it, so the copy
         must be one that allows that (``memmove``).
 
-        >>> from gpuarena.kv._free_list import FreeList
+        >>> from gpuarena.kv.contiguous._free_list import FreeList
         >>> slots = FreeList(16)
         >>> first, second = slots.allocate(4), slots.allocate(6)
         >>> slots.free(first)
@@ -264,7 +264,7 @@ class Slots(ABC):
     def occupancy(self) -> Occupancy:
         """Return the figures of this moment.
 
-        >>> from gpuarena.kv._free_list import FreeList
+        >>> from gpuarena.kv.contiguous._free_list import FreeList
         >>> slots = FreeList(10)
         >>> starts = [slots.allocate(n) for n in (2, 3, 2)]
         >>> slots.free(starts[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-from gpuarena.kv._slots import Slots
+from gpuarena.kv.contiguous._slots import Slots
 from gpuarena.kv.spec import positive
 
 __all__ = ["Buddy", "take_block"]

@@ -9,9 +9,9 @@ from itertools import accumulate
 from typing import Literal
 
 from gpuarena.errors import ArgumentTypeError
-from gpuarena.kv._buddy import Buddy, take_block
-from gpuarena.kv._free_list import FreeList
-from gpuarena.kv._slots import Occupancy, Slots
+from gpuarena.kv.contiguous._buddy import Buddy, take_block
+from gpuarena.kv.contiguous._free_list import FreeList
+from gpuarena.kv.contiguous._slots import Occupancy, Slots
 from gpuarena.kv.spec import positive
 
 __all__ = ["Compaction", "Diagnosis", "Move", "compaction_for_longest", "diagnose"]

@@ -12,202 +12,35 @@ from gpuarena.errors import (
     ArgumentError,
     ArgumentTypeError,
     CapacityError,
-    DTypeError,
     LayerOrderError,
-    SequenceError,
     ShapeError,
     refuse_copy,
 )
-from gpuarena.kv._buddy import Buddy
-from gpuarena.kv._free_list import FreeList
-from gpuarena.kv._ops import Ops, ops_for
-from gpuarena.kv._slots import Occupancy, Slots
-from gpuarena.kv._slots_diagnosis import Compaction, Diagnosis, compaction_for_longest, diagnose
-from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec, positive
-from gpuarena.region import Region
+from gpuarena.kv._ops import ops_for
+from gpuarena.kv.contiguous._buddy import Buddy
+from gpuarena.kv.contiguous._diagnosis import Compaction, Diagnosis, compaction_for_longest, diagnose
+from gpuarena.kv.contiguous._free_list import FreeList
+from gpuarena.kv.contiguous._layers import (
+    SlotLayer,
+    check_arrays,
+    check_spec,
+    copy_tokens,
+    first_seen,
+    scratch_alignment_of,
+    scratch_nbytes_of,
+    staging_like,
+)
+from gpuarena.kv.contiguous._slots import Occupancy, Slots
+from gpuarena.kv.contiguous.request import Piece, Request
+from gpuarena.kv.spec import KVSpec, positive
 
-__all__ = ["ContiguousKVCache", "ContiguousStats", "Request"]
-
-#: Most tokens of one layer that the scratch of a compaction holds. Longer pieces are copied in several steps, of
-#: which a GPU starts each in some microseconds; at 256 tokens the copies themselves take longer than that.
-_SCRATCH_TOKENS = 256
+__all__ = ["ContiguousKVCache", "ContiguousStats"]
 
 _POLICIES: dict[str, Callable[[int], Slots]] = {
     "first_fit": FreeList,
     "best_fit": lambda capacity: FreeList(capacity, fit="best"),
     "buddy": Buddy,
 }
-
-
-class _Layer:
-    """Keys and values of one layer: ``[1, kv_heads, slots, dim]`` each, or both in ``[2, kv_heads, slots, dim]``."""
-
-    __slots__ = ("dtypes", "index", "keys", "moved", "spec", "turn", "values")
-
-    def __init__(self, arena: Arena, index: int, turn: int, spec: LayerSpec, capacity: int, ops: Ops) -> None:
-        self.index = index
-        self.turn = turn  # how many layers a step writes before this one
-        self.spec = spec
-        self.dtypes = (ops.dtype(spec.dtype), ops.dtype(spec.value_dtype))
-        self.moved = [  # what a compaction copies
-            arena.alloc(
-                (buffer.n_planes, spec.kv_heads, capacity, buffer.dim),
-                buffer.dtype,
-                label=f"layer{index}.{buffer.name}",
-            )
-            for buffer in spec.buffers
-        ]
-        pairs = self.moved[0]
-        # Regions, not views of arrays: a region makes its array outside of inference mode, and knows when it is stale.
-        self.keys, self.values = (pairs[0:1], pairs[1:2]) if spec.is_joint else self.moved
-
-
-class _Piece:
-    """What is known of one request; the cache refers to this and not to `Request`, so that they make no cycle."""
-
-    __slots__ = ("ended_by", "held", "length", "max_tokens", "n_written", "start")
-
-    def __init__(self, start: int, max_tokens: int) -> None:
-        self.start = start
-        self.max_tokens = max_tokens
-        self.ended_by: str | None = None
-        self.cut(0)
-
-    def cut(self, n_tokens: int) -> None:
-        self.length = n_tokens  # tokens that every layer holds
-        self.held = n_tokens  # tokens that the layers hold which the present step has written
-        self.n_written = 0  # layers that the present step has written
-
-
-class Request:
-    """One request's slots in a `ContiguousKVCache`, made by `ContiguousKVCache.request`.
-
-    A request that is dropped without `free` keeps its slots until the cache is reset.
-    """
-
-    __slots__ = ("_cache", "_piece")
-
-    def __init__(self, cache: ContiguousKVCache, piece: _Piece) -> None:
-        self._cache = cache
-        self._piece = piece
-
-    @property
-    def start(self) -> int:
-        """Its first slot, by which a diagnosis names it; a compaction may change it."""
-        return self._piece.start
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that it has reserved."""
-        return self._piece.max_tokens
-
-    @property
-    def length(self) -> int:
-        """Tokens that every layer holds."""
-        return self._piece.length
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it has its slots: it was not freed, the cache not reset, and the arena not rolled back."""
-        return self._piece.ended_by is None and self._cache.is_live
-
-    def append(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Write new tokens of one layer behind its filled ones, and return views of what a query may see.
-
-        A step writes the layers that own their keys in ascending order, each with the same number of tokens.
-
-        Parameters
-        ----------
-        layer : int
-        keys : ``[1, kv_heads, n, key_dim]``
-        values : ``[1, kv_heads, n, value_dim]``
-
-        Returns
-        -------
-        keys, values
-            Views of all filled tokens, or of the last ``window - 1 + n`` in a layer with a window. After a `free`
-            or a compaction they show what has come to lie there; `read` returns new ones.
-
-        Raises
-        ------
-        LayerOrderError
-            The layer was written in this step already, or one before it was not. `truncate` drops a step.
-        CapacityError
-            More than `max_tokens`; the figures count tokens of this request.
-        SequenceError
-            The request was freed.
-        ArgumentError
-            There is no such layer, or it is a `SharedLayer`, which owns nothing to write.
-        ArgumentTypeError, DeviceMismatchError, AutogradError, ShapeError, DTypeError, StaleRegionError
-            Checked before the first byte is written; unchanged on error.
-        """
-        return self._cache._append(self._live_piece("append"), layer, keys, values)
-
-    def read(self, layer: int, n_tokens: int = 1) -> tuple[Any, Any]:
-        """Return what the queries of a layer's last `n_tokens` tokens may see, as `append` does.
-
-        A `SharedLayer` reads its owner.
-
-        Raises
-        ------
-        SequenceError, ArgumentError, ArgumentTypeError, StaleRegionError
-            The request was freed, there is no such layer, it holds fewer tokens, or the arena was rolled back.
-        """
-        return self._cache._read(self._live_piece("read"), layer, n_tokens)
-
-    def truncate(self, n_tokens: int) -> None:
-        """Keep the first `n_tokens` tokens of every layer, and drop a step that is unfinished; nothing is copied.
-
-        Raises
-        ------
-        SequenceError, ArgumentError, ArgumentTypeError
-            The request was freed, or every layer holds less than that. Unchanged on error.
-        """
-        piece = self._live_piece("truncate")
-        keep = positive(n_tokens, "n_tokens", least=0)
-        if keep > piece.length:
-            raise ArgumentError(f"truncate({keep}): the request holds only {piece.length} tokens")
-        piece.cut(keep)
-        self._cache._slots.use(piece.start, keep)
-
-    def grow(self, max_tokens: int) -> None:
-        """Reserve more, in place.
-
-        Raises
-        ------
-        CapacityError
-            The slots behind it are not free. Unchanged on error.
-        SequenceError, ArgumentError, ArgumentTypeError
-            The request was freed, or has more than `max_tokens` already. Unchanged on error.
-        """
-        self._cache._grow(self._live_piece("grow"), positive(max_tokens, "max_tokens"))
-
-    def free(self) -> None:
-        """Give the slots back.
-
-        Raises
-        ------
-        SequenceError
-            They were given back before. Unchanged on error.
-        """
-        self._cache._free(self._live_piece("free"))
-
-    def _live_piece(self, action: str) -> _Piece:
-        piece = self._piece
-        if piece.ended_by is not None:
-            raise SequenceError(
-                f"{action}: the request at slot {piece.start} gave its slots back by {piece.ended_by}; "
-                f"cache.request(max_tokens) makes another"
-            )
-        return piece
-
-    def __repr__(self) -> str:
-        piece = self._piece
-        state = f"freed by {piece.ended_by}" if piece.ended_by else f"at slot {piece.start}"
-        return f"<Request {state}: {piece.length} of {piece.max_tokens} tokens>"
-
-    def __reduce__(self) -> Any:
-        raise refuse_copy(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,21 +138,21 @@ class ContiguousKVCache:
             raise ArgumentTypeError(f"policy must be a str, not {type(policy).__name__}")
         if policy not in _POLICIES:
             raise ArgumentError(f"policy must be one of {', '.join(map(repr, _POLICIES))}, not {policy!r}")
-        _check_spec(spec)
+        check_spec(spec)
         self.arena = arena
         self.spec = spec
         self.policy = policy
         self._ops = ops_for(arena, 1)
-        self._layers: list[_Layer | None] = [None] * len(spec.layers)  # None for a SharedLayer
+        self._layers: list[SlotLayer | None] = [None] * len(spec.layers)  # None for a SharedLayer
         start = arena.checkpoint()
         try:
             for turn, (index, layer) in enumerate(spec.owned):
-                self._layers[index] = _Layer(arena, index, turn, layer, self.capacity_tokens, self._ops)
+                self._layers[index] = SlotLayer(arena, index, turn, layer, self.capacity_tokens, self._ops)
             self._owned = [layer for layer in self._layers if layer is not None]
             self._scratch = arena.alloc(
-                _scratch_nbytes(spec, self.capacity_tokens),
+                scratch_nbytes_of(spec, self.capacity_tokens),
                 "uint8",
-                align=max(arena.alignment, _scratch_alignment(spec)),
+                align=max(arena.alignment, scratch_alignment_of(spec)),
                 label="scratch",
             )
             self._ops.reach(self.capacity_tokens)
@@ -327,7 +160,7 @@ class ContiguousKVCache:
             arena.rollback(start)
             raise
         self._slots = _POLICIES[policy](self.capacity_tokens)
-        self._pieces: dict[int, _Piece] = {}  # by first slot
+        self._pieces: dict[int, Piece] = {}  # by first slot
         self._n_requests = self._n_moved = self._n_copied = self._high_water = 0
         self._n_refused = {"memory": 0, "fragmentation": 0}
 
@@ -342,10 +175,10 @@ class ContiguousKVCache:
         >>> ContiguousKVCache.arena_nbytes(spec, capacity_tokens=8192) - spec.nbytes(batch=1, tokens=8192)
         262144
         """
-        _check_spec(spec)
-        alignment = max(alignment, _scratch_alignment(spec))
+        check_spec(spec)
+        alignment = max(alignment, scratch_alignment_of(spec))
         # Without slack, batch rows of tokens slots are slots alike.
-        scratch = align_up(_scratch_nbytes(spec, positive(capacity_tokens, "capacity_tokens")), alignment)
+        scratch = align_up(scratch_nbytes_of(spec, positive(capacity_tokens, "capacity_tokens")), alignment)
         return spec.arena_nbytes(1, capacity_tokens, alignment=alignment) + scratch
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -369,7 +202,7 @@ class ContiguousKVCache:
             self._n_refused[error.cause] += 1
             raise self._explained(error, n) from None
         self._slots.use(start, 0)
-        piece = self._pieces[start] = _Piece(start, n)
+        piece = self._pieces[start] = Piece(start, n)
         self._n_requests += 1
         self._high_water = max(self._high_water, self._slots.reserved_slots)
         return Request(self, piece)
@@ -452,21 +285,21 @@ class ContiguousKVCache:
         found = diagnose(self._slots, n)
         return CapacityError(f"{found.text} Nothing was changed", **vars(error), diagnosis=found)
 
-    def _grow(self, piece: _Piece, n: int) -> None:
+    def _grow(self, piece: Piece, n: int) -> None:
         if n < piece.max_tokens:
             raise ArgumentError(f"grow({n}): the request has {piece.max_tokens} tokens reserved already")
         self._slots.resize(piece.start, n)
         piece.max_tokens = n
         self._high_water = max(self._high_water, self._slots.reserved_slots)
 
-    def _free(self, piece: _Piece) -> None:
+    def _free(self, piece: Piece) -> None:
         self._slots.free(piece.start)
         del self._pieces[piece.start]
         piece.ended_by = "free()"
 
     # -- contents -----------------------------------------------------------------------------------------------
 
-    def _append(self, piece: _Piece, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
+    def _append(self, piece: Piece, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
         own = self._layers[self.spec.owner(layer)]
         assert own is not None, "an owner owns"
         spec, ops = own.spec, self._ops
@@ -486,7 +319,7 @@ class ContiguousKVCache:
         except (AttributeError, TypeError, ValueError):  # no array, or not four dimensions
             fine = False
         if not fine:
-            _check_arrays(own, ops, keys, values)
+            check_arrays(own, ops, keys, values)
             n_new = keys.shape[2]
         if own.turn != piece.n_written:
             raise self._order_error(piece, own)
@@ -508,20 +341,20 @@ class ContiguousKVCache:
         piece.n_written += 1
         if piece.n_written == len(self._owned):
             piece.length, piece.n_written = stop, 0
-        low = piece.start + _first_seen(spec, start)
+        low = piece.start + first_seen(spec, start)
         return ops.tokens(k_buffer, low, piece.start + stop), ops.tokens(v_buffer, low, piece.start + stop)
 
-    def _read(self, piece: _Piece, layer: int, n_tokens: int) -> tuple[Any, Any]:
+    def _read(self, piece: Piece, layer: int, n_tokens: int) -> tuple[Any, Any]:
         own = self._layers[self.spec.owner(layer)]
         assert own is not None, "an owner owns"
         n_tokens = positive(n_tokens, "n_tokens", least=0)
         held = piece.held if own.turn < piece.n_written else piece.length
         if n_tokens > held:
             raise ArgumentError(f"read({layer}, {n_tokens}): layer {own.index} holds only {held} tokens")
-        low, stop = piece.start + _first_seen(own.spec, held - n_tokens), piece.start + held
+        low, stop = piece.start + first_seen(own.spec, held - n_tokens), piece.start + held
         return self._ops.tokens(own.keys.array, low, stop), self._ops.tokens(own.values.array, low, stop)
 
-    def _order_error(self, piece: _Piece, own: _Layer) -> LayerOrderError:
+    def _order_error(self, piece: Piece, own: SlotLayer) -> LayerOrderError:
         due = self._owned[piece.n_written].index
         if own.turn < piece.n_written:
             what = f"was written in this step already, which lacks layer {due}"
@@ -533,7 +366,7 @@ class ContiguousKVCache:
             layer=own.index,
         )
 
-    def _full(self, piece: _Piece, n_new: int) -> CapacityError:
+    def _full(self, piece: Piece, n_new: int) -> CapacityError:
         room = piece.max_tokens - piece.length
         could = self._slots.max_length(piece.start)
         how = (
@@ -560,14 +393,14 @@ class ContiguousKVCache:
     def _move(self, plan: Compaction) -> int:
         """Make the moves, in which a piece may slide over itself."""
         jobs = [
-            (region.array, _staging(self._scratch, region).array)
+            (region.array, staging_like(self._scratch, region).array)
             for own in self._owned
             for region in own.moved
             if region.nbytes
         ]
         for move in plan.moves:
             for buffer, staging in jobs:
-                _copy_tokens(self._ops, buffer, staging, move.start, move.to, move.n_tokens)
+                copy_tokens(self._ops, buffer, staging, move.start, move.to, move.n_tokens)
             self._slots.move(move.start, move.to)
             piece = self._pieces.pop(move.start)
             piece.start = move.to
@@ -575,81 +408,3 @@ class ContiguousKVCache:
         self._n_moved += len(plan.moves)
         self._n_copied += plan.n_tokens
         return plan.n_tokens
-
-
-def _copy_tokens(ops: Ops, buffer: Any, staging: Any, start: int, to: int, n_tokens: int) -> None:
-    """Copy slots of ``[planes, kv_heads, slots, dim]`` to others, which may overlap them from below."""
-    distance = start - to
-    assert distance > 0 or -distance >= n_tokens, "pieces slide down, or move to slots apart from theirs"
-    n_staged = staging.shape[2]
-    direct = not 0 < distance < min(n_tokens, n_staged)
-    # So far apart, a chunk does not overlap its target, which is where the chunk before it was.
-    chunk = (distance if 0 < distance < n_tokens else n_tokens) if direct else n_staged
-    done = 0
-    while done < n_tokens:
-        n = min(chunk, n_tokens - done)
-        source = ops.tokens(buffer, start + done, start + done + n)
-        if not direct:
-            staged = ops.tokens(staging, 0, n)
-            staged[...] = source
-            source = staged
-        ops.tokens(buffer, to + done, to + done + n)[...] = source
-        done += n
-
-
-def _staging(scratch: Region, region: Region) -> Region:
-    """Return the scratch as a buffer like `region`, of fewer slots."""
-    planes, heads, slots, dim = region.shape
-    shape = (planes, heads, min(slots, scratch.nbytes // (planes * heads * dim * region.dtype.itemsize)), dim)
-    nbytes = planes * heads * shape[2] * dim * region.dtype.itemsize
-    return scratch[:nbytes].view(region.dtype).reshape(shape)
-
-
-def _scratch_nbytes(spec: KVSpec, capacity: int) -> int:
-    row_nbytes = [layer.kv_heads * buffer.row_nbytes for _, layer in spec.owned for buffer in layer.buffers]
-    return min(capacity, _SCRATCH_TOKENS) * max(row_nbytes)
-
-
-def _scratch_alignment(spec: KVSpec) -> int:
-    return max(SCRATCH_ALIGNMENT, *(layer.alignment for _, layer in spec.owned))
-
-
-def _first_seen(spec: LayerSpec, start: int) -> int:
-    """Return the first token that a view for queries from `start` on shows; sinks are no suffix, so it shows all."""
-    return 0 if spec.window is None or spec.sinks else max(0, start - spec.window + 1)
-
-
-def _check_spec(spec: Any) -> None:
-    if not isinstance(spec, KVSpec):
-        raise ArgumentTypeError(f"spec must be a KVSpec, not {type(spec).__name__}")
-    for index, layer in spec.owned:
-        for option, given in (("slack", layer.slack), ("storage", layer.storage)):
-            if given is not None:
-                raise ArgumentError(
-                    f"layer {index} has {option}={given!r}, which a contiguous cache does not have: it stores what is "
-                    f"appended, the whole history of it; leave {option} out, or use KVCache"
-                )
-
-
-def _check_arrays(own: _Layer, ops: Ops, keys: Any, values: Any) -> None:
-    """Raise unless a layer may be given these."""
-    ops.check(keys, "keys")
-    ops.check(values, "values")
-    spec, who = own.spec, f"layer {own.index}"
-    k_shape, v_shape = tuple(keys.shape), tuple(values.shape)
-    if len(k_shape) != 4 or k_shape[:2] != (1, spec.kv_heads) or k_shape[3] != spec.key_dim:
-        raise ShapeError(
-            f"{who}: keys are {list(k_shape)}, a request takes [1, {spec.kv_heads}, tokens, {spec.key_dim}]",
-            shape=k_shape,
-        )
-    if v_shape != (*k_shape[:3], spec.value_dim):
-        raise ShapeError(
-            f"{who}: values are {list(v_shape)}, for these keys they must be {[*k_shape[:3], spec.value_dim]}",
-            shape=v_shape,
-        )
-    if (keys.dtype, values.dtype) != own.dtypes:
-        raise DTypeError(
-            f"{who}: keys are {keys.dtype} and values {values.dtype}, the cache holds {spec.dtype} and "
-            f"{spec.value_dtype}; convert them, or make the cache with their dtype",
-            dtype=keys.dtype,
-        )

@@ -1,0 +1,111 @@
+"""What a lane cache hands out: checkpoints, scopes, steps, figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gpuarena.errors import CheckpointError, LayerOrderError, StaleRegionError, refuse_copy
+from gpuarena.kv._lane_arrays import Lanes
+
+if TYPE_CHECKING:
+    from gpuarena.kv._lane_table import Mark, Step
+    from gpuarena.kv._lane_writing import LaneWriting
+    from gpuarena.kv.lanes import LaneCache
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStats:
+    """A snapshot of a lane cache."""
+
+    n_lanes: int
+    """Lanes there are."""
+    n_active: int
+    """Lanes that hold a token."""
+    n_tokens: int
+    """Tokens of all lanes together."""
+    longest: int
+    """Tokens of the longest lane."""
+    high_water_tokens: int
+    """Most tokens a lane ever held after a step; `LaneCache.reset` keeps it."""
+    bytes_per_token: int
+    """Bytes of one token, over all layers."""
+    reserved_nbytes: int
+    """Bytes of all key and value regions."""
+    used_nbytes: int
+    """Bytes of the tokens that are held."""
+    scratch_nbytes: int
+    """Bytes reserved for gathering and moving: about one layer's."""
+
+
+class LaneCheckpoint:
+    """Lengths of one lane or of all, made by `LaneCache.checkpoint`; `lengths` maps lanes to tokens."""
+
+    __slots__ = ("_cache", "_marks", "lengths")
+
+    def __init__(self, cache: LaneCache, marks: dict[int, tuple[int, Mark]]) -> None:
+        self._cache = cache
+        self._marks = marks
+        self.lengths = {lane: mark[0] for lane, (_, mark) in marks.items()}
+
+    def __repr__(self) -> str:
+        return f"LaneCheckpoint(lengths={self.lengths})"
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
+
+class LaneScope:
+    """What ``cache.scope()`` returns: a checkpoint on entry, a rollback to it on exit."""
+
+    __slots__ = ("_cache", "_checkpoint", "_lane")
+
+    def __init__(self, cache: LaneCache, lane: int | None) -> None:
+        self._cache = cache
+        self._lane = lane
+        self._checkpoint: LaneCheckpoint | None = None
+
+    def __enter__(self) -> LaneCheckpoint:
+        if self._checkpoint is not None:
+            raise CheckpointError("this scope was entered before; make another with cache.scope()")
+        self._checkpoint = self._cache.checkpoint(self._lane)
+        return self._checkpoint
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        assert self._checkpoint is not None, "a scope that is left was entered"
+        try:
+            self._cache.rollback(self._checkpoint)
+        except (CheckpointError, StaleRegionError):
+            if exc is None:  # an exception that is on its way says more than ours would
+                raise
+
+
+class LaneStep:
+    """What ``cache.step()`` returns: a step of all layers that is undone when an exception leaves its block."""
+
+    __slots__ = ("_cache", "_step", "_used", "counts", "lanes")
+
+    def __init__(self, cache: LaneWriting, lanes: Lanes, counts: Lanes) -> None:
+        self._cache = cache
+        self._step: Step | None = None
+        self._used = False
+        self.lanes = lanes
+        self.counts = counts
+
+    def __enter__(self) -> LaneStep:
+        if self._used:
+            raise LayerOrderError(
+                "this step was made before; make another with cache.step()",
+                layer=self._cache._table.layers[0],
+            )
+        self._step = self._cache._open(self.lanes, self.counts)
+        self._used = True
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._cache._close(self._step, failed=exc is not None)

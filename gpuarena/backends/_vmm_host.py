@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -18,6 +19,7 @@ from gpuarena.errors import BackendError
 _GRANULE = max(64 << 10, mmap.PAGESIZE)
 #: Linux' own number (asm-generic/mman-common.h), where the module lacks the name: Python added it late.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_MAP_FIXED = 0x10
 _PROT_NONE = 0
 _MADV_DONTNEED = 4
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -106,6 +108,43 @@ class HostVmm:
             raise _last_error(call)
 
 
+class SharedHostVmm(HostVmm):
+    """The `VmmDriver` of shared host memory, whose handles can be mapped more than once; fresh memory is zero.
+
+    A handle is the descriptor of a file in memory (memfd_create). A forked child shares what is mapped.
+    """
+
+    def create(self, nbytes: int) -> int:
+        """Return the descriptor of a new file of `nbytes`, whose pages come when they are first written."""
+        try:
+            handle = os.memfd_create("gpuarena", os.MFD_CLOEXEC)
+        except OSError as error:  # such as too many open files
+            raise _error("memfd_create", error.errno) from error
+        try:
+            os.ftruncate(handle, nbytes)
+        except OSError as error:
+            os.close(handle)
+            raise _error("ftruncate", error.errno) from error
+        return handle
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Put the file in the place of reserved addresses, without access."""
+        self._replace(address, nbytes, mmap.MAP_SHARED, handle)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Put mere addresses in the place of the file; its pages go with its last mapping."""
+        self._replace(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+
+    def release(self, handle: int) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):  # it is closed even so, and the number may be somebody else's soon
+            os.close(handle)
+
+    def _replace(self, address: int, nbytes: int, flags: int, file: int) -> None:
+        if self._mmap(address, nbytes, _PROT_NONE, flags | _MAP_FIXED, file, 0) == _MAP_FAILED:
+            raise _last_error("mmap")
+
+
 def _function(libc: ctypes.CDLL, name: str, returns: Any, *takes: Any) -> Any:
     function = getattr(libc, name)
     function.restype, function.argtypes = returns, takes
@@ -113,5 +152,8 @@ def _function(libc: ctypes.CDLL, name: str, returns: Any, *takes: Any) -> Any:
 
 
 def _last_error(call: str) -> DriverError:
-    number = ctypes.get_errno()
-    return DriverError(call, os.strerror(number), out_of_memory=number == errno.ENOMEM)
+    return _error(call, ctypes.get_errno())
+
+
+def _error(call: str, number: int | None) -> DriverError:
+    return DriverError(call, os.strerror(number or 0), out_of_memory=number == errno.ENOMEM)

@@ -13,6 +13,7 @@ from gpuarena.kv._layer import Common, KVLayer
 from gpuarena.kv._ops import Ops, ops_for
 from gpuarena.kv.checkpoints import KVCheckpoint, KVScope, KVStep
 from gpuarena.kv.full import FullLayer
+from gpuarena.kv.quantized import QuantizedLayer
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT, LayerSpec, positive
 from gpuarena.kv.window import WindowLayer
 
@@ -62,13 +63,15 @@ class LayerGroup:
         """The layers, in their order."""
         return self._owned
 
-    def add(self, arena: Arena, spec: LayerSpec, *, index: int | None = None) -> KVLayer:
+    def add(
+        self, arena: Arena, spec: LayerSpec, *, index: int | None = None, kind: type[KVLayer] | None = None
+    ) -> KVLayer:
         """Allocate one more layer and the scratch that it needs.
 
-        `index` is the layer's number for messages, the next one by default.
+        `index` is the layer's number for messages, the next one by default; `kind` that of `layer_kind`.
         """
         start = arena.checkpoint()
-        kind = layer_kind(spec)
+        kind = kind or layer_kind(spec)
         number = len(self._owned) if index is None else index
         layer = kind(self._common, number, arena, spec, self.ops(arena, spec.n_slots(self.max_tokens)))
         try:
@@ -227,7 +230,8 @@ class LayerGroup:
         """Return a context manager for one step of the model: all layers get the same tokens, or none keeps them.
 
         An exception inside takes back what the layers got. A step that leaves layers of different lengths is taken
-        back too, and raises `LayerOrderError`.
+        back too, and raises `LayerOrderError`. One append to each layer can always be taken back; several may move a
+        bounded window too far, and then nothing is taken back, which a note of the exception says.
         """
         return KVStep(self)
 
@@ -321,4 +325,6 @@ class LayerGroup:
 
 def layer_kind(spec: LayerSpec) -> type[KVLayer]:
     """Return the class of the layer that a spec asks for."""
+    if spec.storage is not None:
+        return QuantizedLayer
     return FullLayer if spec.slack is None else WindowLayer

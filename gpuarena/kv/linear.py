@@ -12,6 +12,7 @@ from gpuarena.kv._layer import KVLayer
 from gpuarena.kv.full import FullLayer
 from gpuarena.kv.group import LayerGroup
 from gpuarena.kv.growing import GrowingLayer, Records
+from gpuarena.kv.ring import RingLayer
 from gpuarena.kv.spec import LAYOUTS, KVSpec, SharedLayer, positive
 
 __all__ = ["KVCache", "SharedView"]
@@ -42,6 +43,9 @@ class KVCache(LayerGroup):
         ``"head-major"``: a region for each layer, ``[batch, kv_heads, max_tokens, dim]``. ``"token-major"``: one
         region for all layers, ``[max_tokens, record_nbytes]``, whose memory follows the tokens on an arena that
         grows, unless something is allocated behind it. ``"auto"``: token-major on such an arena.
+    rings : bool
+        Let bounded windows without sinks lie in rings beside the arena, which never move a token; see `RingLayer`.
+        The arena must be one that grows.
 
     Raises
     ------
@@ -54,7 +58,14 @@ class KVCache(LayerGroup):
     """
 
     def __init__(
-        self, arena: Arena, spec: KVSpec, *, batch: int, max_tokens: int, layout: str = "auto"
+        self,
+        arena: Arena,
+        spec: KVSpec,
+        *,
+        batch: int,
+        max_tokens: int,
+        layout: str = "auto",
+        rings: bool = False,
     ) -> None:
         super().__init__(batch=batch, max_tokens=max_tokens)
         if layout not in ("auto", *LAYOUTS):
@@ -62,6 +73,12 @@ class KVCache(LayerGroup):
         self.arena = arena
         self.spec = spec
         self.layout = layout if layout != "auto" else "token-major" if arena.grows else "head-major"
+        self.rings = rings
+        if rings and not arena.grows:
+            raise ArgumentError(
+                "rings are mirrored memory, which is made like that of an arena that grows: give an arena of "
+                "backend='virtual', 'virtual:torch' or 'virtual:cupy'"
+            )
         self._records: Records | None = None
         start = arena.checkpoint()
         try:
@@ -82,7 +99,8 @@ class KVCache(LayerGroup):
             if self.layout == "token-major" and layer.is_plain:
                 in_records[number] = layer
             else:
-                self.add(arena, layer, index=number)
+                is_ring = self.rings and layer.slack is not None and not layer.sinks
+                self.add(arena, layer, index=number, kind=RingLayer if is_ring else None)
         super().reserve_scratch(arena, self.spec.scratch_nbytes(batch, max_tokens, layout=self.layout))
         if in_records:  # the last region of all, so that it can grow
             self._records = Records(arena, list(in_records.values()), batch, max_tokens)
@@ -120,14 +138,7 @@ class KVCache(LayerGroup):
 
     def append(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
         """Write new tokens of one layer and return views of what a query may see; see `KVLayer.append`."""
-        try:
-            held = self._layers[layer]
-        except (IndexError, TypeError):
-            held = None
-        if held is None or layer < 0:
-            self.spec.owner(layer)  # says what is wrong
-        assert held is not None, "a layer of the spec is a layer of the cache"
-        return held.append(keys, values)
+        return self._any_layer(layer).append(keys, values)
 
     def read(self, layer: int, n_tokens: int = 1) -> tuple[Any, Any]:
         """Return views of what the queries of the last `n_tokens` may see; see `KVLayer.read`.
@@ -180,6 +191,9 @@ class KVCache(LayerGroup):
                 raise layer._capacity_error(n_tokens)
         for layer in self._owned:
             _full(layer).make_room(start + n_tokens)
+        for layer in self._owned:
+            # They count as written from here on, also if the step fails before it writes them.
+            _full(layer).clear_up_to(start + n_tokens)
         common.rows = n_rows
         for layer in self._owned:
             layer._cut(start + n_tokens)
@@ -198,7 +212,7 @@ class KVCache(LayerGroup):
         positions : ``[n]`` int64, on the device
         keys, values : ``[rows, kv_heads, n, dim]``
         """
-        held = self._layers[layer]
+        held = self._any_layer(layer)
         if isinstance(held, SharedView):
             return held.append(keys, values)  # which refuses
         return _full(held).write_at(positions, keys, values)
@@ -251,8 +265,13 @@ class KVCache(LayerGroup):
         """Return which of the first `n_slots` slots queries at `positions` may see, ``[n, n_slots]`` bool.
 
         Nothing on the host is read but the layer's window, so that it may be part of compiled code.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            There is no such layer, or it has no slots of its own for all tokens.
         """
-        held = self._owned_layer(layer)
+        held = _full(self._owned_layer(layer))
         return held._ops.mask_at(positions, n_slots, held.spec.window, held.spec.sinks)
 
     # -- files and copies -----------------------------------------------------------------------------------------
@@ -340,9 +359,7 @@ class KVCache(LayerGroup):
         """
         from gpuarena.kv.state import load_cache
 
-        return load_cache(
-            cls, path, arena, spec=spec, batch=batch, max_tokens=max_tokens, progress=progress
-        )
+        return load_cache(cls, path, arena, spec=spec, batch=batch, max_tokens=max_tokens, progress=progress)
 
     def restore(
         self, path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
@@ -398,11 +415,21 @@ class KVCache(LayerGroup):
     def fork(self) -> KVCache:
         """Return a copy on the same arena, of the same size; see `copy_to`.
 
-        It lies behind this one. A cache on an arena that grows can get no new memory then.
+        It lies behind this one, so an arena that grows commits all memory up to there: `copy_to` another one instead.
         """
         from gpuarena.kv.state import copy_cache
 
         return copy_cache(self, self.arena, layout=self.layout)
+
+    def _any_layer(self, layer: int) -> KVLayer | SharedView:
+        try:
+            held = self._layers[layer]
+            if layer >= 0:
+                return held
+        except (IndexError, TypeError):
+            pass
+        self.spec.owner(layer)  # says what is wrong
+        raise AssertionError("a layer of the spec is a layer of the cache")
 
     def _owned_layer(self, layer: int) -> KVLayer:
         found = self._layers[self.spec.owner(layer)]
@@ -451,6 +478,10 @@ class SharedView:
     def read(self, n_tokens: int = 1) -> tuple[Any, Any]:
         """Return what the queries of the last `n_tokens` tokens may see; see `KVLayer.read`."""
         return self.source.read(n_tokens)
+
+    def mask(self, n_tokens: int = 1) -> Any:
+        """Return which of the tokens of `read` those queries may see; see `KVLayer.mask`."""
+        return self.source.mask(n_tokens)
 
 
 def _full(layer: KVLayer) -> FullLayer:

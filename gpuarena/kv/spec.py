@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuarena import _bump
 from gpuarena.dtypes import DType, as_dtype
-from gpuarena.errors import ArgumentError, ArgumentTypeError
+from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError
 
 __all__ = ["BufferSpec", "KVSpec", "LayerSpec", "SharedLayer"]
 
@@ -72,7 +72,8 @@ class LayerSpec:
         ``sinks + window + slack`` tokens: the window is moved to the front once in `slack` tokens, and rollback
         reaches no further back than what is still held.
     storage : optional
-        None stores what is appended. ``"int8"``, ``"float8_e4m3fn"`` or ``"int4"`` quantises it.
+        None stores what is appended. ``"int8"``, ``"float8_e4m3fn"`` or ``"int4"`` quantises it; see
+        `QuantizedLayer`.
     """
 
     kv_heads: int
@@ -100,7 +101,7 @@ class LayerSpec:
     @property
     def is_joint(self) -> bool:
         """Whether keys and values lie in one region, since their dims and dtypes agree."""
-        return self.key_dim == self.value_dim and self.dtype == self.value_dtype
+        return self.storage is None and self.key_dim == self.value_dim and self.dtype == self.value_dtype
 
     @property
     def is_plain(self) -> bool:
@@ -110,6 +111,14 @@ class LayerSpec:
     @property
     def buffers(self) -> tuple[BufferSpec, ...]:
         """What the layer stores, a region each."""
+        if self.storage is not None:
+            from gpuarena.kv._quantize import stored_buffers
+
+            return tuple(
+                BufferSpec(f"{what}_{suffix}", as_dtype(dtype), n_elements)
+                for what, dim in (("key", self.key_dim), ("value", self.value_dim))
+                for suffix, dtype, n_elements in stored_buffers(dim, self.storage)
+            )
         if self.is_joint:
             return (BufferSpec("pairs", self.dtype, self.key_dim, 2),)
         return (
@@ -136,11 +145,15 @@ class LayerSpec:
     def scratch_nbytes(self, batch: int, tokens: int) -> int:
         """Return the bytes of scratch that the layer needs, which all layers share.
 
-        More than one row needs room to reorder the rows of keys or values.
+        More than one row needs room to reorder the rows of keys or values; quantised keys and values need room to be
+        read.
         """
         rows = batch * self.kv_heads * self.n_slots(tokens)
-        moved = max(rows * buffer.row_nbytes // buffer.n_planes for buffer in self.buffers)
-        return moved if batch > 1 else 0
+        moved = max(rows * buffer.row_nbytes // buffer.n_planes for buffer in self.buffers) if batch > 1 else 0
+        if self.storage is None:
+            return moved
+        keys = _bump.align_up(rows * self.key_dim * self.dtype.itemsize, SCRATCH_ALIGNMENT)
+        return max(moved, keys + rows * self.value_dim * self.value_dtype.itemsize)
 
     @property
     def alignment(self) -> int:

@@ -36,8 +36,11 @@ class CheckedVmm:
     `limit` is its memory in bytes. Every call is noted in `log`; `fail` makes later calls fail.
     """
 
-    def __init__(self, granule: int | None = None, limit: int | None = None) -> None:
-        self._host = HostVmm()
+    def __init__(
+        self, granule: int | None = None, limit: int | None = None, host: HostVmm | None = None
+    ) -> None:
+        self._host = host or HostVmm()
+        self._host_handles: dict[int, int] = {}  # the system gives the same number again
         self.granule = granule or self._host.granularity()
         self.limit = limit
         self.capturing = False
@@ -49,6 +52,7 @@ class CheckedVmm:
         self.handles: dict[int, int] = {}
         self.backing: dict[int, int] = {}  # address of a mapping to its handle
         self._faults: list[tuple[str | None, int, bool]] = []
+        self._n_created = 0
 
     def fail(self, *, at: int = 1, call: str | None = None, out_of_memory: bool = False) -> None:
         """Let the `at`-th call from now on fail, counting those named `call`, or all if None."""
@@ -98,7 +102,8 @@ class CheckedVmm:
         assert nbytes % self.granule == 0
         if self.limit is not None and self.used + nbytes > self.limit:
             raise DriverError("create", "the limit", out_of_memory=True)
-        handle = self._host.create(nbytes)
+        handle = self._n_created = self._n_created + 1
+        self._host_handles[handle] = self._host.create(nbytes)
         self.handles[handle] = nbytes
         return handle
 
@@ -111,7 +116,7 @@ class CheckedVmm:
         assert all(
             address + nbytes <= start or start + size <= address for start, size in self.mapped.items()
         )
-        self._host.map(address, nbytes, handle)
+        self._host.map(address, nbytes, self._host_handles[handle])
         self.mapped[address] = nbytes
         self.backing[address] = handle
 
@@ -130,6 +135,7 @@ class CheckedVmm:
 
     def release(self, handle: int) -> None:
         self._enter("release")
+        self._host.release(self._host_handles.pop(handle))
         del self.handles[handle]
 
     def free(self, address: int, nbytes: int) -> None:
@@ -189,8 +195,15 @@ class FakeCuda:
     )
     CUstream = int
 
-    def __init__(self, *, n_devices: int = 2, supported: bool = True, limit: int | None = None) -> None:
-        self.memory = CheckedVmm(2 << 20, limit)
+    def __init__(
+        self,
+        *,
+        n_devices: int = 2,
+        supported: bool = True,
+        limit: int | None = None,
+        host: HostVmm | None = None,
+    ) -> None:
+        self.memory = CheckedVmm(2 << 20, limit, host)
         self.n_devices = n_devices
         self.supported = supported
         self.legacy_status = self.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE

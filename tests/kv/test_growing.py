@@ -158,7 +158,14 @@ def test_memory_that_runs_out_changes_nothing(monkeypatch):
 
 
 def _no_memory(self, stop):
-    figures = dict(requested=stop, aligned_offset=0, available=0, capacity=0, missing=stop, label=None)
+    figures = {
+        "requested": stop,
+        "aligned_offset": 0,
+        "available": 0,
+        "capacity": 0,
+        "missing": stop,
+        "label": None,
+    }
     raise OutOfMemoryError("none left", **figures)
 
 
@@ -229,3 +236,31 @@ def test_an_unknown_layout():
         make(layout="paged")
     with pytest.raises(ArgumentError, match="layout"):
         SPEC.arena_nbytes(1, 1, layout="auto")
+
+
+@pytest.mark.parametrize("backend", ["virtual", "virtual:torch"])
+def test_a_cache_puts_its_bounded_windows_in_rings_when_asked(backend):
+    spec = KVSpec(
+        [
+            LayerSpec(1, 4, 4, "float32"),
+            LayerSpec(1, 4, 4, "float32", window=3, slack=2),
+            LayerSpec(1, 4, 4, "float32", window=3, slack=2, sinks=1),
+        ]
+    )
+    arena = Arena(spec.arena_nbytes(1, 64, layout="token-major"), backend=backend)
+    cache = KVCache(arena, spec, batch=1, max_tokens=64, rings=True)
+    assert [type(layer).__name__ for layer in cache.layers] == ["GrowingLayer", "RingLayer", "WindowLayer"]
+    for number in range(20):
+        new = np.full((1, 1, 1, 4), number, np.float32)
+        new = torch.from_numpy(new) if cache.arena.backend == "torch" else new
+        views = [cache.append(layer, new, new)[0] for layer in range(3)]
+    assert [view[0, 0, -3:, 0].tolist() for view in views] == [[17, 18, 19]] * 3
+    assert views[1].shape[2] == 3
+
+
+def test_rings_need_an_arena_that_grows():
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=4, dtype="float32", window=3, slack=2)
+    arena = Arena("1MiB", backend="torch")
+    with pytest.raises(ArgumentError, match="rings are mirrored memory"):
+        KVCache(arena, spec, batch=1, max_tokens=64, rings=True)
+    assert arena.stats.used == 0

@@ -37,7 +37,7 @@ class KVStats:
     used_nbytes: int
     """Bytes of the tokens that are held."""
     scratch_nbytes: int
-    """Bytes reserved for reordering rows; 0 for a single row."""
+    """Bytes reserved for reordering rows, and for reading what is quantised; 0 for a single row as it is."""
 
 
 class LayerGroup:

@@ -97,6 +97,26 @@ class LayerSpec:
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
         value_dtype = self.dtype if self.value_dtype is None else as_dtype(self.value_dtype)
         object.__setattr__(self, "value_dtype", value_dtype)
+        if self.storage is not None:
+            self._check_storage(self.storage)
+
+    def _check_storage(self, storage: Any) -> None:
+        from gpuarena.kv._quantize import VALUE_DTYPES, stored_buffers
+
+        if not isinstance(storage, str):
+            raise ArgumentTypeError(f"storage must be a text or None, not {type(storage).__name__}")
+        stored_buffers(self.key_dim, storage)  # says what there is
+        if self.slack is not None:
+            raise ArgumentError(
+                f"slack={self.slack} with storage={storage!r}: quantised layers store the whole history; give one of "
+                f"them"
+            )
+        for what, dtype in (("keys", self.dtype), ("values", self.value_dtype)):
+            if dtype.name not in VALUE_DTYPES:
+                raise DTypeError(
+                    f"{what} of {dtype} cannot be stored as {storage}; {', '.join(VALUE_DTYPES)} can",
+                    dtype=dtype,
+                )
 
     @property
     def is_joint(self) -> bool:
@@ -149,7 +169,9 @@ class LayerSpec:
         read.
         """
         rows = batch * self.kv_heads * self.n_slots(tokens)
-        moved = max(rows * buffer.row_nbytes // buffer.n_planes for buffer in self.buffers) if batch > 1 else 0
+        moved = (
+            max(rows * buffer.row_nbytes // buffer.n_planes for buffer in self.buffers) if batch > 1 else 0
+        )
         if self.storage is None:
             return moved
         keys = _bump.align_up(rows * self.key_dim * self.dtype.itemsize, SCRATCH_ALIGNMENT)
@@ -269,7 +291,7 @@ class KVSpec:
     ) -> int:
         """Return the bytes that `KVCache` takes of an arena: `nbytes`, its scratch and the alignment of each.
 
-        A single sequence needs no scratch, since it has no rows to reorder. The padding behind the last region is
+        A single sequence has no rows to reorder, and needs scratch only to read what is quantised. The padding behind the last region is
         counted too, so that the order of the regions makes no difference.
 
         Parameters

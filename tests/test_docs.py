@@ -21,7 +21,8 @@ def text_of(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "n_examples"), [("promises.md", 40), ("limits.md", 20), ("architecture.md", 0)]
+    ("name", "n_examples"),
+    [("promises.md", 40), ("limits.md", 20), ("architecture.md", 0), ("kv.md", 40)],
 )
 def test_the_examples_run(name, n_examples):
     pytest.importorskip("torch")

@@ -86,3 +86,9 @@ class PageStates:
                 self._free.append(page)
             else:
                 self._cached[page] = None
+
+    def forget(self) -> None:
+        """Publish nothing any more; cached pages become free, used ones stay with their sequences."""
+        self.index = PrefixIndex()
+        self._free.extend(reversed(self._cached))  # the longest unused goes first
+        self._cached.clear()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpuarena.errors import ArgumentTypeError, SequenceError
-from gpuarena.kv._sequences import Sequence
+from gpuarena.kv._sequences import PageList
 
 __all__ = ["CsrTables", "block_table", "csr_tables", "slot_mapping"]
 
@@ -27,7 +27,7 @@ class CsrTables:
     """``[batch]``: tokens in the last page of a row, 1 to page_size."""
 
 
-def csr_tables(sequences: Iterable[Sequence]) -> CsrTables:
+def csr_tables(sequences: Iterable[PageList]) -> CsrTables:
     """Return the tables of FlashInfer, a row for each sequence.
 
     >>> from gpuarena.kv._pages import PagePool
@@ -52,7 +52,7 @@ def csr_tables(sequences: Iterable[Sequence]) -> CsrTables:
     return CsrTables(indptr, indices, last_page_len)
 
 
-def block_table(sequences: Iterable[Sequence]) -> list[list[int]]:
+def block_table(sequences: Iterable[PageList]) -> list[list[int]]:
     """Return the dense table of flash-attn, ``[batch, most pages of a row]``, padded with page 0.
 
     It goes with ``cache_seqlens = [sequence.length for sequence in sequences]``; what lies behind is not read, and
@@ -75,7 +75,7 @@ def block_table(sequences: Iterable[Sequence]) -> list[list[int]]:
     return [pages + [0] * (width - len(pages)) for pages in rows]
 
 
-def slot_mapping(ranges: Iterable[tuple[Sequence, int, int]]) -> list[int]:
+def slot_mapping(ranges: Iterable[tuple[PageList, int, int]]) -> list[int]:
     """Return the slots of the tokens ``start`` up to ``stop`` of each ``(sequence, start, stop)``, one after another.
 
     >>> from gpuarena.kv._pages import PagePool
@@ -88,7 +88,7 @@ def slot_mapping(ranges: Iterable[tuple[Sequence, int, int]]) -> list[int]:
     Raises
     ------
     SequenceError, ArgumentError, ArgumentTypeError
-        As `Sequence.slots`; or a sequence is not of the pool of the first.
+        As `PageList.slots`; or a sequence is not of the pool of the first.
     """
     ranges = list(ranges)
     sequences = _rows(sequence for sequence, _, _ in ranges)
@@ -98,11 +98,11 @@ def slot_mapping(ranges: Iterable[tuple[Sequence, int, int]]) -> list[int]:
     return slots
 
 
-def _rows(sequences: Iterable[Sequence]) -> list[Sequence]:
+def _rows(sequences: Iterable[PageList]) -> list[PageList]:
     """Return the sequences, which live and are of one pool."""
     rows = list(sequences)
     for sequence in rows:
-        if not isinstance(sequence, Sequence):
+        if not isinstance(sequence, PageList):
             raise ArgumentTypeError(f"a Sequence is wanted, not {type(sequence).__name__}")
         rows[0].pool.check_mine(sequence)
     return rows

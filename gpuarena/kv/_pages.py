@@ -12,10 +12,10 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gpuarena.errors import ArgumentError, ArgumentTypeError, NotCopyableError, SequenceError
+from gpuarena.errors import ArgumentError, ArgumentTypeError, CapacityError, NotCopyableError, SequenceError
 from gpuarena.kv._page_states import PageStates
 from gpuarena.kv._prefixes import as_token_ids, split
-from gpuarena.kv._sequences import Sequence
+from gpuarena.kv._sequences import Append, PageList
 from gpuarena.kv.spec import positive
 
 __all__ = ["PagePool", "PageStats"]
@@ -83,9 +83,10 @@ class PagePool:
                 f"{n_pages} pages do not fit the int32 tables of kernels; at most {MAX_PAGES}"
             )
         self._states = PageStates(self.n_pages)
-        self._sequences: set[Sequence] = set()  # those that live
+        self._sequences: dict[PageList, None] = {}  # those that live, the eldest first
         self._n_hit = 0
         self._n_copied = 0
+        self.version = 0  # counts the changes of which page holds which token of which sequence
 
     def __reduce__(self) -> Any:
         raise NotCopyableError(
@@ -97,11 +98,11 @@ class PagePool:
         """Pages that can be had: free and cached ones."""
         return self._states.available
 
-    def sequence(self, *, salt: Hashable = None) -> Sequence:
+    def sequence(self, *, salt: Hashable = None) -> PageList:
         """Return a new, empty sequence; `salt` as in `match`."""
-        return Sequence(self, _hashable(salt), [], 0)
+        return PageList(self, _hashable(salt), [], 0)
 
-    def match(self, token_ids: Iterable[int], *, salt: Hashable = None) -> Sequence:
+    def match(self, token_ids: Iterable[int], *, salt: Hashable = None) -> PageList:
         """Return a new sequence that begins with the published pages of the longest prefix of `token_ids`.
 
         At least one token is left to compute, since its output is wanted: 8 tokens match one page of 4.
@@ -135,9 +136,9 @@ class PagePool:
         for page in pages:
             self._states.hold(page)
         self._n_hit += len(pages)
-        return Sequence(self, salt, pages, len(pages) * self.page_size)
+        return PageList(self, salt, pages, len(pages) * self.page_size)
 
-    def needed(self, n_tokens: int, sequence: Sequence | None = None) -> int:
+    def needed(self, n_tokens: int, sequence: PageList | None = None) -> int:
         """Return how many pages must be available for ``sequence.append(n_tokens)``, or for a new sequence.
 
         >>> pool = PagePool(n_pages=8, page_size=4)
@@ -160,12 +161,79 @@ class PagePool:
         page = sequence._page_to_keep(n_tokens)
         return n_new + (page is not None and self._states.is_shared(page))
 
-    def would_fit(self, n_tokens: int, sequence: Sequence | None = None) -> bool:
+    def would_fit(self, n_tokens: int, sequence: PageList | None = None) -> bool:
         """Return whether ``sequence.append(n_tokens)`` has the pages it needs, or that of a new sequence.
 
         If not, preempt: free sequences until it does. Raises what `needed` raises.
         """
         return self.needed(n_tokens, sequence) <= self.available
+
+    def append_all(self, rows: list[tuple[PageList, int]]) -> list[Append]:
+        """Make room for tokens behind each of several sequences, in all of them or in none, in the order given.
+
+        The copies are to be made in that order too, all of them before the first token is written.
+
+        >>> pool = PagePool(n_pages=3, page_size=4)
+        >>> a = pool.sequence()
+        >>> _ = a.append(2)
+        >>> b = a.fork()
+        >>> [done.copy is not None for done in pool.append_all([(a, 1), (b, 1)])]  # b is alone with the page by then
+        [True, False]
+
+        Parameters
+        ----------
+        rows : list of (PageList, n_tokens)
+            Each sequence once.
+
+        Raises
+        ------
+        CapacityError
+            Too few pages for all. Nothing was changed.
+        SequenceError
+            A sequence is freed or of another pool.
+        """
+        needed = 0
+        writers: dict[int, int] = {}  # shared page -> sequences of these rows that are about to write into it
+        for sequence, n_tokens in rows:
+            self.check_mine(sequence)
+            needed += -(-(sequence.length + n_tokens) // self.page_size) - len(sequence._pages)
+            page = sequence._page_to_keep(n_tokens)
+            if page is not None and self._states.is_shared(page):
+                writers[page] = writers.get(page, 0) + 1
+        # Whoever writes last into a page that nobody else holds by then has it to itself.
+        needed += sum(min(n, self._states.count(page) - 1) for page, n in writers.items())
+        if needed > self._states.available:
+            total = sum(n_tokens for _, n_tokens in rows)
+            raise self.capacity_error(f"{total} more tokens of {len(rows)} sequences", needed)
+        # What `append` copies only if a page is to spare frees another page, so none of these can fail.
+        return [sequence.append(n_tokens) for sequence, n_tokens in rows]
+
+    def live(self) -> list[PageList]:
+        """Return the sequences that were made and not freed."""
+        return list(self._sequences)
+
+    def forget_prefixes(self) -> None:
+        """Let `match` find none of the pages published so far; cached pages become free."""
+        self._states.forget()
+
+    def capacity_error(self, what: str, needed: int) -> CapacityError:
+        """Return the error for `what`, which needs `needed` pages, more than are available."""
+        states = self._states
+        used = self.n_pages - states.available
+        missing = needed - states.available
+        return CapacityError(
+            f"{what} needs {needed} pages of {self.page_size} tokens; of {self.n_pages} pages {used} are "
+            f"used, {states.n_free} free and {states.n_cached} cached: {missing} too few. Nothing was changed: free "
+            f"or truncate sequences, or make a pool of more pages",
+            used=used,
+            requested=needed,
+            capacity=self.n_pages,
+            available=states.available,
+            missing=missing,
+            aligned_offset=used,
+            label=None,
+            unit="pages",
+        )
 
     @property
     def stats(self) -> PageStats:
@@ -173,7 +241,7 @@ class PagePool:
         states, tails = self._states, dict[int, list[int]]()  # page -> tokens of those that fill it partly
         for sequence in self._sequences:
             n_tail = sequence.length % self.page_size
-            if n_tail:
+            if n_tail and sequence._pages:  # one that is put aside has none
                 tails.setdefault(sequence._pages[-1], []).append(n_tail)
         # Whoever holds a page and is not among those fills it.
         wasted = sum(
@@ -196,14 +264,14 @@ class PagePool:
             pages_copied=self._n_copied,
         )
 
-    def check_mine(self, sequence: Sequence) -> None:
+    def check_mine(self, sequence: PageList) -> None:
         """Raise unless `sequence` is a live one of this pool.
 
         Raises
         ------
         ArgumentTypeError, SequenceError
         """
-        if not isinstance(sequence, Sequence):
+        if not isinstance(sequence, PageList):
             raise ArgumentTypeError(f"a Sequence is wanted, not {type(sequence).__name__}")
         sequence._check()
         if sequence.pool is not self:

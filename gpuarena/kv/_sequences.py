@@ -1,4 +1,4 @@
-"""One sequence of a paged cache: its pages, its length, and what has to be copied before it is written."""
+"""The pages of one sequence, its length, and what has to be copied before it is written. It touches no memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpuarena.errors import ArgumentError, CapacityError, NotCopyableError, SequenceError
-from gpuarena.kv._prefixes import as_token_ids, split
+from gpuarena.errors import ArgumentError, NotCopyableError, SequenceError
+from gpuarena.kv._prefixes import Prefix, as_token_ids, split
 from gpuarena.kv.spec import positive
 
 if TYPE_CHECKING:
     from gpuarena.kv._pages import PagePool
 
-__all__ = ["Append", "PageCopy", "Publication", "Sequence"]
+__all__ = ["Append", "PageCopy", "PageList", "Publication"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """What `Sequence.append` did: the new tokens are `start` up to `stop`."""
+    """What `PageList.append` did: the new tokens are `start` up to `stop`."""
 
     start: int
     stop: int
@@ -39,7 +39,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What `Sequence.publish` did."""
+    """What `PageList.publish` did."""
 
     n_tokens: int
     """The first tokens of the sequence that lie in published pages, which `PagePool.match` finds."""
@@ -47,10 +47,11 @@ class Publication:
     """``(index, page)`` where the sequence now shows an equal page that was published before."""
 
 
-class Sequence:
+class PageList:
     """The pages of one sequence, in the order of its tokens. Made by `PagePool.sequence`, `match` and `fork`.
 
-    It holds its pages until `free`, also when nobody refers to it any more.
+    It holds its pages until `free`, also when nobody refers to it any more. `gpuarena.kv.paged.Sequence` is the handle
+    that goes with keys and values.
     """
 
     __slots__ = ("_is_live", "_length", "_pages", "pool", "salt")
@@ -61,13 +62,13 @@ class Sequence:
         self._pages = pages
         self._length = length
         self._is_live = True
-        pool._sequences.add(self)
+        pool._sequences[self] = None
 
     def __repr__(self) -> str:
-        return f"Sequence(length={self._length}, pages={self._pages})" if self._is_live else "Sequence(freed)"
+        return f"PageList(length={self._length}, pages={self._pages})" if self._is_live else "PageList(freed)"
 
     def __reduce__(self) -> Any:
-        raise NotCopyableError("a Sequence cannot be pickled or copied: fork() shares its pages")
+        raise NotCopyableError("a PageList cannot be pickled or copied: fork() shares its pages")
 
     @property
     def is_live(self) -> bool:
@@ -107,7 +108,9 @@ class Sequence:
         pool, states = self.pool, self.pool._states
         needed = pool.needed(n_tokens, self)
         if needed > states.available:
-            raise self._capacity_error(n_tokens, needed)
+            raise pool.capacity_error(f"append({n_tokens})", needed)
+        if n_tokens:
+            pool.version += 1
         start, stop = self._length, self._length + n_tokens
         n_new = -(-stop // pool.page_size) - len(self._pages)
         kept = self._page_to_keep(n_tokens)
@@ -139,12 +142,14 @@ class Sequence:
         keep = positive(n_tokens, "n_tokens", least=0)
         if keep > self._length:
             raise ArgumentError(f"truncate({keep}): the sequence holds only {self._length} tokens")
+        if keep < self._length:
+            self.pool.version += 1
         n_kept = -(-keep // self.pool.page_size)
         while len(self._pages) > n_kept:
             self.pool._states.release(self._pages.pop())
         self._length = keep
 
-    def fork(self) -> Sequence:
+    def fork(self) -> PageList:
         """Return a sequence of the same tokens that shares all pages; it takes none.
 
         Raises
@@ -155,7 +160,7 @@ class Sequence:
         self._check()
         for page in self._pages:
             self.pool._states.hold(page)
-        return Sequence(self.pool, self.salt, list(self._pages), self._length)
+        return PageList(self.pool, self.salt, list(self._pages), self._length)
 
     def free(self) -> None:
         """Give all pages back; the sequence cannot be used any more.
@@ -167,7 +172,51 @@ class Sequence:
         """
         self.truncate(0)
         self._is_live = False
-        self.pool._sequences.remove(self)
+        del self.pool._sequences[self]
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it holds tokens for which it has no pages, since `put_aside`."""
+        return self._length > 0 and not self._pages
+
+    def put_aside(self) -> list[Prefix | None]:
+        """Give all pages back and stay alive with `length` tokens, which `take_back` finds pages for.
+
+        Returns what each page was published as. The caller keeps what the pages hold.
+        """
+        self._check()
+        states = self.pool._states
+        published = [states.index.of(page) for page in self._pages]
+        self.pool.version += 1
+        while self._pages:
+            states.release(self._pages.pop())
+        return published
+
+    def take_back(self, published: list[Prefix | None]) -> list[int]:
+        """Take as many pages as `put_aside` gave back, and return the indices of those that have to be filled.
+
+        A page that is still published, as it was then, holds what it held.
+
+        Raises
+        ------
+        CapacityError
+            Too few pages. Nothing was changed.
+        SequenceError
+            The sequence is freed.
+        """
+        self._check()
+        pool, states = self.pool, self.pool._states
+        kept = [node for node in published if node is not None and states.index.of(node.page) is node]
+        assert kept == published[: len(kept)], "a published page leaves the index after the pages behind it"
+        n_cached = sum(states.count(node.page) == 0 for node in kept)
+        n_new = len(published) - len(kept)
+        if n_new + n_cached > states.available:
+            raise pool.capacity_error("swap_in()", n_new + n_cached)
+        pool.version += 1
+        for node in kept:  # before any page is taken, which might be one of these
+            states.hold(node.page)
+        self._pages = [node.page for node in kept] + [states.take() for _ in range(n_new)]
+        return list(range(len(kept), len(published)))
 
     def publish(self, token_ids: Iterable[int]) -> Publication:
         """Let `PagePool.match` find the full pages of `token_ids`, whose keys and values *have been written*.
@@ -218,6 +267,7 @@ class Sequence:
                 self._pages[number] = chain[number].page
                 states.hold(chain[number].page)
                 states.release(mine)
+                pool.version += 1
                 exchanged.append((number, chain[number].page))
         return Publication(len(contents) * pool.page_size, tuple(exchanged))
 
@@ -248,21 +298,3 @@ class Sequence:
     def _check(self) -> None:
         if not self._is_live:
             raise SequenceError("this sequence was freed, its pages may be another's; make a new one")
-
-    def _capacity_error(self, n_tokens: int, needed: int) -> CapacityError:
-        pool, states = self.pool, self.pool._states
-        used = pool.n_pages - states.available
-        missing = needed - states.available
-        return CapacityError(
-            f"append({n_tokens}) needs {needed} pages of {pool.page_size} tokens; of {pool.n_pages} pages {used} are "
-            f"used, {states.n_free} free and {states.n_cached} cached: {missing} too few. Nothing was changed: free "
-            f"or truncate sequences, or make a pool of more pages",
-            used=used,
-            requested=needed,
-            capacity=pool.n_pages,
-            available=states.available,
-            missing=missing,
-            aligned_offset=used,
-            label=None,
-            unit="pages",
-        )

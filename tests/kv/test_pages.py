@@ -254,9 +254,9 @@ def test_a_sequence_says_what_it_is():
     pool = PagePool(8, page_size=4)
     a = pool.sequence()
     a.append(5)
-    assert repr(a) == "Sequence(length=5, pages=[0, 1])"
+    assert repr(a) == "PageList(length=5, pages=[0, 1])"
     a.free()
-    assert (repr(a), a.is_live) == ("Sequence(freed)", False)
+    assert (repr(a), a.is_live) == ("PageList(freed)", False)
 
 
 def test_our_own_mistakes_are_seen():

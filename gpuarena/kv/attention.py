@@ -1,0 +1,213 @@
+"""Attention that reads each key and value byte once, for torch.
+
+With grouped heads several query heads share one key/value head. `attend` makes them queries of that head instead of
+heads of their own, a view of the query and nothing else::
+
+    [batch, kv_heads * group, n, dim]  ->  [batch, kv_heads, group * n, dim]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError, ShapeError
+from gpuarena.kv.spec import positive
+
+__all__ = ["attend", "causal_mask"]
+
+#: Up to so many queries a key/value head the group is folded although a mask has to be repeated for it. With more,
+#: arithmetic outweighs what reading keys twice costs.
+FOLD_MAX_QUERIES = 64
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    lengths: Iterable[int] | torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the last `n` tokens to all of them, causally.
+
+    >>> q, k = torch.ones(2, 6, 1, 8), torch.ones(2, 2, 5, 8)  # 6 query heads, 2 key/value heads
+    >>> attend(q, k, k).shape
+    torch.Size([2, 6, 1, 8])
+
+    Parameters
+    ----------
+    q : ``[batch, q_heads, n, key_dim]``
+        `q_heads` is a multiple of `kv_heads`; query head h attends to key/value head ``h // (q_heads // kv_heads)``.
+    keys : ``[batch, kv_heads, tokens, key_dim]``
+    values : ``[batch, kv_heads, tokens, value_dim]``
+        The keys and values of the queries' own tokens included.
+    scale : float, optional
+        None is ``key_dim ** -0.5``.
+    window : int, optional
+        A query sees itself and the ``window - 1`` tokens before it; None for all of them.
+    sinks : int
+        The first tokens, which every query sees in spite of a window.
+    lengths : ``[batch]`` integers, optional
+        How many tokens a row has; its queries are the last `n` of those. What lies behind has no weight, but must be
+        finite. None for all.
+    mask : ``[batch or 1, q_heads or 1, n, tokens]`` bool, optional
+        True where a query may attend, besides all of the above.
+
+    Returns
+    -------
+    ``[batch, q_heads, n, value_dim]``
+        NaN for a query that may attend to nothing.
+
+    Raises
+    ------
+    ArgumentTypeError, ArgumentError, ShapeError, DTypeError
+    """
+    batch, n, n_tokens = _check(q, keys, values)
+    window = None if window is None else positive(window, "window")
+    sinks = positive(sinks, "sinks", least=0)
+    if sinks and window is None:
+        raise ArgumentError("sinks belong to a window; give window=")
+    if mask is not None:
+        _check_mask(mask, (batch, q.shape[1], n, n_tokens))
+    if lengths is None:
+        if n == n_tokens and window is None and mask is None and n > 1:
+            return scaled_dot_product(q, keys, values, None, scale=scale, is_causal=True)
+        if n == 1 and (window is None or window >= n_tokens):
+            return scaled_dot_product(q, keys, values, mask, scale=scale)
+        positions = torch.arange(n_tokens - n, n_tokens, device=q.device)[None]
+    else:
+        positions = _last(lengths, batch, n, n_tokens, q.device)
+    seen = causal_mask(positions, torch.arange(n_tokens, device=q.device)[None], window, sinks)
+    return scaled_dot_product(q, keys, values, seen if mask is None else seen & mask, scale=scale)
+
+
+def causal_mask(
+    queries: torch.Tensor, keys: torch.Tensor, window: int | None = None, sinks: int = 0
+) -> torch.Tensor:
+    """Return which keys a query may see, ``[batch or 1, 1, n, n_keys]`` bool.
+
+    >>> causal_mask(torch.tensor([[3]]), torch.arange(5)[None], window=2, sinks=1)[0, 0].int().tolist()
+    [[1, 0, 1, 1, 0]]
+
+    Parameters
+    ----------
+    queries : ``[batch or 1, n]`` int
+    keys : ``[batch or 1, n_keys]`` int
+        The positions of their tokens in the sequence.
+    window, sinks
+        As for `attend`.
+    """
+    at, of = keys[:, None, None, :], queries[:, None, :, None]
+    seen = at <= of
+    if window is None:
+        return seen
+    near = at > of - window
+    return seen & (near | (at < sinks) if sinks else near)
+
+
+def scaled_dot_product(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Return scaled dot product attention; the group is folded into the queries where that is a view.
+
+    `is_causal` is for as many keys as queries. Nothing is checked.
+    """
+    batch, q_heads, n, dim = q.shape
+    kv_heads = keys.shape[1]
+    group = q_heads // kv_heads
+    if group == 1 or is_causal or (n > 1 and group * n > FOLD_MAX_QUERIES):
+        return F.scaled_dot_product_attention(
+            q, keys, values, mask, scale=scale, is_causal=is_causal, enable_gqa=group > 1
+        )
+    folded = q.reshape(batch, kv_heads, group * n, dim)
+    if mask is not None and n > 1 and mask.shape[1] == 1:
+        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(mask.shape[0], 1, group * n, -1)
+    elif mask is not None and mask.shape[1] > 1:
+        mask = mask.reshape(mask.shape[0], kv_heads, group * n, mask.shape[3])
+    out = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
+    return out.reshape(batch, q_heads, n, values.shape[3])
+
+
+def _check(q: Any, keys: Any, values: Any) -> tuple[int, int, int]:
+    for name, tensor in (("q", q), ("keys", keys), ("values", values)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            raise ShapeError(
+                f"{name}: four dimensions are wanted, not {list(tensor.shape)}", shape=tensor.shape
+            )
+    if not q.dtype == keys.dtype == values.dtype:
+        raise DTypeError(
+            f"q is {q.dtype}, keys are {keys.dtype} and values {values.dtype}; convert them to one dtype",
+            dtype=q.dtype,
+        )
+    batch, q_heads, n, dim = q.shape
+    kv_heads, n_tokens = keys.shape[1:3]
+    if (keys.shape[0], keys.shape[3]) != (batch, dim) or values.shape[:3] != keys.shape[:3]:
+        raise ShapeError(
+            f"q is {list(q.shape)}, keys are {list(keys.shape)} and values {list(values.shape)}: batch, dim, kv_heads "
+            f"or tokens disagree",
+            shape=tuple(keys.shape),
+        )
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ShapeError(
+            f"{q_heads} query heads are no multiple of {kv_heads} key/value heads", shape=tuple(q.shape)
+        )
+    if not 1 <= n <= n_tokens:
+        raise ShapeError(
+            f"{n} queries for {n_tokens} tokens; the queries are the last tokens", shape=tuple(q.shape)
+        )
+    return batch, n, n_tokens
+
+
+def _check_mask(mask: Any, wanted: tuple[int, int, int, int]) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        found = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ArgumentTypeError(
+            f"mask must be a tensor of torch.bool, True where a query may attend, not {found}"
+        )
+    batch, heads, n, n_tokens = wanted
+    shape = tuple(mask.shape)
+    if (
+        len(shape) != 4
+        or shape[0] not in (1, batch)
+        or shape[1] not in (1, heads)
+        or shape[2:] != (n, n_tokens)
+    ):
+        raise ShapeError(
+            f"mask is {list(shape)}; it has to be [{batch} or 1, {heads} or 1, {n}, {n_tokens}]", shape=shape
+        )
+
+
+def _last(lengths: Any, batch: int, n: int, n_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the positions of the last `n` tokens of each row."""
+    if isinstance(lengths, torch.Tensor):
+        if lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise ArgumentTypeError(f"lengths must be integers, not {lengths.dtype}")
+        given = lengths.to(device, torch.int64)
+    else:
+        given = torch.tensor(
+            [positive(length, "a length", least=0) for length in lengths], dtype=torch.int64, device=device
+        )
+    if given.shape != (batch,):
+        raise ShapeError(f"lengths are {list(given.shape)} for {batch} rows", shape=tuple(given.shape))
+    # Looking at numbers on a GPU would wait for it.
+    if given.device.type == "cpu" and batch and not n <= int(given.min()) <= int(given.max()) <= n_tokens:
+        raise ShapeError(
+            f"lengths {given.tolist()}: each row has at least its {n} queries and at most {n_tokens} tokens",
+            shape=tuple(given.shape),
+        )
+    return given[:, None] - n + torch.arange(n, device=device)

@@ -983,7 +983,7 @@ def test_a_cache_is_stale_after_a_rollback_of_its_arena(make, gather_tokens):
 
 
 def test_a_page_can_begin_beyond_32_bits():
-    from gpuarena.kv._paged_storage import LAYOUTS, Geometry
+    from gpuarena.kv.paged._storage import LAYOUTS, Geometry
 
     for layout in LAYOUTS:
         geometry = Geometry(layout, kv_heads=2, n_pages=2**31 - 1, page_size=16)

@@ -18,11 +18,11 @@ from gpuarena.errors import (
     OutOfMemoryError,
     SequenceError,
 )
-from gpuarena.kv._page_states import PageStates
-from gpuarena.kv._page_tables import block_table, csr_tables, slot_mapping
-from gpuarena.kv._pages import PagePool
-from gpuarena.kv._prefixes import PrefixIndex
-from gpuarena.kv._sequences import Append, PageCopy
+from gpuarena.kv.paged._page_lists import Append, PageCopy
+from gpuarena.kv.paged._page_states import PageStates
+from gpuarena.kv.paged._page_tables import block_table, csr_tables, slot_mapping
+from gpuarena.kv.paged._pages import PagePool
+from gpuarena.kv.paged._prefixes import PrefixIndex
 
 
 def filled(pool, tokens, salt=None):

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 
 from gpuarena import CapacityError
 from gpuarena.errors import ArgumentError, ArgumentTypeError, NotCopyableError, SequenceError
-from gpuarena.kv._page_tables import block_table, csr_tables, slot_mapping
-from gpuarena.kv._pages import PagePool
+from gpuarena.kv.paged._page_tables import block_table, csr_tables, slot_mapping
+from gpuarena.kv.paged._pages import PagePool
 
 #: Few, so that prompts meet; Python gives 0 and 2**61 - 1 the same hash, and so the tuples that differ in these.
 TOKENS = [0, 2**61 - 1, 5]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuarena.kv._paged_core import Core
+from gpuarena.kv.paged._core import Core
 
 __all__ = ["PagedStats", "snapshot"]
 

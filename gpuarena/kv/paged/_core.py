@@ -16,16 +16,16 @@ from gpuarena.errors import (
     ShapeError,
 )
 from gpuarena.kv._ops import ops_for
-from gpuarena.kv._paged_ops import page_ops_for
-from gpuarena.kv._paged_storage import LayerPages
-from gpuarena.kv._pages import PagePool
+from gpuarena.kv.paged._ops import page_ops_for
+from gpuarena.kv.paged._pages import PagePool
+from gpuarena.kv.paged._storage import LayerPages
 from gpuarena.kv.spec import KVSpec, LayerSpec
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
-    from gpuarena.kv._paged_gather import Gatherer
-    from gpuarena.kv._paged_sequence import Sequence
-    from gpuarena.kv._sequences import PageCopy, PageList
+    from gpuarena.kv.paged._gather import Gatherer
+    from gpuarena.kv.paged._page_lists import PageCopy, PageList
+    from gpuarena.kv.paged._sequence import Sequence
 
 __all__ = ["Core", "TokenSlots"]
 
@@ -81,7 +81,7 @@ class Core:
             self.last_region = self.layers[max(self.layers)].pools[-1].region
             self.scratch_nbytes = scratch_nbytes(spec, gather_tokens)
             if gather_tokens:
-                from gpuarena.kv._paged_gather import Gatherer
+                from gpuarena.kv.paged._gather import Gatherer
 
                 align = max(arena.alignment, SCRATCH_ALIGNMENT)
                 scratch = arena.alloc(self.scratch_nbytes, "uint8", align=align, label="gather")
@@ -106,7 +106,7 @@ class Core:
 
     def check_mine(self, sequence: Any) -> None:
         """Raise unless `sequence` is one of this cache that lives."""
-        from gpuarena.kv._paged_sequence import Sequence
+        from gpuarena.kv.paged._sequence import Sequence
 
         if not isinstance(sequence, Sequence):
             raise ArgumentTypeError(f"a Sequence is wanted, not {type(sequence).__name__}")

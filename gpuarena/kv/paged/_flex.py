@@ -8,9 +8,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gpuarena.errors import ArgumentError
-from gpuarena.kv._paged_core import Core
-from gpuarena.kv._paged_read import check_query
-from gpuarena.kv._paged_sequence import Sequence
+from gpuarena.kv.paged._core import Core
+from gpuarena.kv.paged._read import check_query
+from gpuarena.kv.paged._sequence import Sequence
 
 __all__ = ["flex_attend"]
 

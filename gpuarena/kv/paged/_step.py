@@ -6,9 +6,9 @@ from types import TracebackType
 from typing import Any
 
 from gpuarena.errors import LayerOrderError, SequenceError, ShapeError, refuse_copy
-from gpuarena.kv._paged_core import Core, TokenSlots
-from gpuarena.kv._paged_read import attend
-from gpuarena.kv._paged_sequence import Sequence
+from gpuarena.kv.paged._core import Core, TokenSlots
+from gpuarena.kv.paged._read import attend
+from gpuarena.kv.paged._sequence import Sequence
 from gpuarena.kv.spec import positive
 
 __all__ = ["Step"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from gpuarena.kv._prefixes import PrefixIndex
+from gpuarena.kv.paged._prefixes import PrefixIndex
 
 __all__ = ["PageStates"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpuarena._bump import align_up
 from gpuarena.arena import Arena
-from gpuarena.kv._lane_arrays import Lanes, arrays_for, index_sizes
+from gpuarena.kv.lanes._arrays import Lanes, arrays_for, index_sizes
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec
 from gpuarena.region import Region
 
@@ -111,12 +111,12 @@ class LaneStore:
         if not any(counts):
             return
         found, arrays = self.layers[layer], self._arrays
-        n = counts[0] if len(set(counts)) == 1 else None
-        even = n is not None and len(set(starts)) == 1 and is_run(lanes)
+        n = counts[0] if len(set(counts)) == 1 else 0  # 0: they differ
+        even = n and len(set(starts)) == 1 and is_run(lanes)
         for buffer, rows in zip(found.buffers(), (keys, values), strict=True):
             if even:
-                row, start = slice(lanes[0], lanes[0] + len(lanes)), starts[0]
-                arrays.assign(buffer[row, :, start : start + n], rows[:, :, :n])
+                run, start = slice(lanes[0], lanes[0] + len(lanes)), starts[0]
+                arrays.assign(buffer[run, :, start : start + n], rows[:, :, :n])
             elif n != 1 or not arrays.write_one(buffer, lanes, starts, rows[:, :, :1]):
                 for row, (lane, start, count) in enumerate(zip(lanes, starts, counts, strict=True)):
                     arrays.assign(buffer[lane, :, start : start + count], rows[row, :, :count])

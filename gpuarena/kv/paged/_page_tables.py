@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpuarena.errors import ArgumentTypeError, SequenceError
-from gpuarena.kv._sequences import PageList
+from gpuarena.kv.paged._page_lists import PageList
 
 __all__ = ["CsrTables", "block_table", "csr_tables", "slot_mapping"]
 
@@ -30,7 +30,7 @@ class CsrTables:
 def csr_tables(sequences: Iterable[PageList]) -> CsrTables:
     """Return the tables of FlashInfer, a row for each sequence.
 
-    >>> from gpuarena.kv._pages import PagePool
+    >>> from gpuarena.kv.paged._pages import PagePool
     >>> pool = PagePool(n_pages=8, page_size=4)
     >>> a, b = pool.sequence(), pool.sequence()
     >>> _ = a.append(6), b.append(4)
@@ -58,7 +58,7 @@ def block_table(sequences: Iterable[PageList]) -> list[list[int]]:
     It goes with ``cache_seqlens = [sequence.length for sequence in sequences]``; what lies behind is not read, and
     page 0 can be read without harm.
 
-    >>> from gpuarena.kv._pages import PagePool
+    >>> from gpuarena.kv.paged._pages import PagePool
     >>> pool = PagePool(n_pages=8, page_size=4)
     >>> a, b = pool.sequence(), pool.sequence()
     >>> _ = a.append(6), b.append(4)
@@ -78,7 +78,7 @@ def block_table(sequences: Iterable[PageList]) -> list[list[int]]:
 def slot_mapping(ranges: Iterable[tuple[PageList, int, int]]) -> list[int]:
     """Return the slots of the tokens ``start`` up to ``stop`` of each ``(sequence, start, stop)``, one after another.
 
-    >>> from gpuarena.kv._pages import PagePool
+    >>> from gpuarena.kv.paged._pages import PagePool
     >>> pool = PagePool(n_pages=8, page_size=4)
     >>> a, b = pool.sequence(), pool.sequence()
     >>> _ = a.append(6), b.append(4)

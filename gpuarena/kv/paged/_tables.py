@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpuarena.errors import ArgumentTypeError, SequenceError, ShapeError
-from gpuarena.kv import _page_tables
-from gpuarena.kv._paged_core import Core
-from gpuarena.kv._paged_step import Step
+from gpuarena.kv.paged import _page_tables
+from gpuarena.kv.paged._core import Core
+from gpuarena.kv.paged._step import Step
 from gpuarena.kv.spec import positive
 
 __all__ = ["BlockTable", "FlashInferTables", "block_table", "flashinfer_tables", "slot_mapping"]

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np  # noqa: F401
 
 from gpuarena.errors import DTypeError, LayerOrderError, ShapeError
-from gpuarena.kv._lane_arrays import Lanes
-from gpuarena.kv._lane_handles import LaneStep
-from gpuarena.kv._lane_reading import LaneReading
-from gpuarena.kv._lane_table import Step
+from gpuarena.kv.lanes._arrays import Lanes
+from gpuarena.kv.lanes._handles import LaneStep
+from gpuarena.kv.lanes._reading import LaneReading
+from gpuarena.kv.lanes._table import Step
 from gpuarena.kv.spec import positive
 
 

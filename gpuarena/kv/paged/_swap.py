@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena._bump import align_up
 from gpuarena.errors import ArgumentTypeError, DeviceMismatchError
-from gpuarena.kv._paged_core import SCRATCH_ALIGNMENT
+from gpuarena.kv.paged._core import SCRATCH_ALIGNMENT
 
 if TYPE_CHECKING:
-    from gpuarena.kv._paged_core import Core
-    from gpuarena.kv._paged_storage import Pool
-    from gpuarena.kv._prefixes import Prefix
-    from gpuarena.kv._sequences import PageList
+    from gpuarena.kv.paged._core import Core
+    from gpuarena.kv.paged._page_lists import PageList
+    from gpuarena.kv.paged._prefixes import Prefix
+    from gpuarena.kv.paged._storage import Pool
 
 __all__ = ["Swapped", "swap_in", "swap_out"]
 

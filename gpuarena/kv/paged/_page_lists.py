@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuarena.errors import ArgumentError, NotCopyableError, SequenceError
-from gpuarena.kv._prefixes import Prefix, as_token_ids, split
+from gpuarena.kv.paged._prefixes import Prefix, as_token_ids, split
 from gpuarena.kv.spec import positive
 
 if TYPE_CHECKING:
-    from gpuarena.kv._pages import PagePool
+    from gpuarena.kv.paged._pages import PagePool
 
 __all__ = ["Append", "PageCopy", "PageList", "Publication"]
 

@@ -7,12 +7,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gpuarena.errors import CheckpointError, LayerOrderError, StaleRegionError, refuse_copy
-from gpuarena.kv._lane_arrays import Lanes
+from gpuarena.kv.lanes._arrays import Lanes
 
 if TYPE_CHECKING:
-    from gpuarena.kv._lane_table import Mark, Step
-    from gpuarena.kv._lane_writing import LaneWriting
     from gpuarena.kv.lanes import LaneCache
+    from gpuarena.kv.lanes._table import Mark, Step
+    from gpuarena.kv.lanes._writing import LaneWriting
 
 
 @dataclass(frozen=True, slots=True)

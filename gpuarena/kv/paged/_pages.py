@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuarena.errors import ArgumentError, ArgumentTypeError, CapacityError, NotCopyableError, SequenceError
-from gpuarena.kv._page_states import PageStates
-from gpuarena.kv._prefixes import as_token_ids, split
-from gpuarena.kv._sequences import Append, PageList
+from gpuarena.kv.paged._page_lists import Append, PageList
+from gpuarena.kv.paged._page_states import PageStates
+from gpuarena.kv.paged._prefixes import as_token_ids, split
 from gpuarena.kv.spec import positive
 
 __all__ = ["PagePool", "PageStats"]

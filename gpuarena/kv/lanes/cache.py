@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gpuarena.errors import ArgumentError, ArgumentTypeError, CheckpointError
-from gpuarena.kv._lane_handles import LaneCheckpoint, LaneScope, LaneStats, LaneStep
-from gpuarena.kv._lane_writing import LaneWriting
+from gpuarena.kv.lanes._handles import LaneCheckpoint, LaneScope, LaneStats, LaneStep
+from gpuarena.kv.lanes._writing import LaneWriting
 from gpuarena.kv.spec import positive
 
 __all__ = ["LaneCache", "LaneCheckpoint", "LaneScope", "LaneStats", "LaneStep"]

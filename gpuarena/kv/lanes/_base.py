@@ -8,11 +8,11 @@ import numpy as np
 
 from gpuarena.arena import Arena
 from gpuarena.errors import ArgumentError, ArgumentTypeError, ShapeError, refuse_copy
-from gpuarena.kv._lane_arrays import Lanes
-from gpuarena.kv._lane_handles import LaneStats
-from gpuarena.kv._lane_store import LaneStore, arena_nbytes
-from gpuarena.kv._lane_table import LaneTable, Step, items
 from gpuarena.kv._ops import ops_for
+from gpuarena.kv.lanes._arrays import Lanes
+from gpuarena.kv.lanes._handles import LaneStats
+from gpuarena.kv.lanes._store import LaneStore, arena_nbytes
+from gpuarena.kv.lanes._table import LaneTable, Step, items
 from gpuarena.kv.spec import KVSpec, LayerSpec, SharedLayer, positive
 
 

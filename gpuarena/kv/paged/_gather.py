@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from gpuarena.errors import CapacityError
-from gpuarena.kv._paged_ops import PageOps
-from gpuarena.kv._paged_storage import LayerPages
-from gpuarena.kv._sequences import PageList
 from gpuarena.kv.attention import causal_mask, scaled_dot_product
+from gpuarena.kv.paged._ops import PageOps
+from gpuarena.kv.paged._page_lists import PageList
+from gpuarena.kv.paged._storage import LayerPages
 
 __all__ = ["Gatherer"]
 

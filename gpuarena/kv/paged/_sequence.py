@@ -17,9 +17,9 @@ from gpuarena.errors import (
     ShapeError,
     refuse_copy,
 )
-from gpuarena.kv._paged_core import Core, TokenSlots
-from gpuarena.kv._paged_swap import Swapped, swap_in, swap_out
-from gpuarena.kv._sequences import PageList
+from gpuarena.kv.paged._core import Core, TokenSlots
+from gpuarena.kv.paged._page_lists import PageList
+from gpuarena.kv.paged._swap import Swapped, swap_in, swap_out
 from gpuarena.kv.spec import positive
 
 __all__ = ["Sequence", "SequenceCheckpoint"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gpuarena.errors import ArgumentError, DTypeError, ShapeError
-from gpuarena.kv._paged_core import Core
-from gpuarena.kv._paged_sequence import Sequence
-from gpuarena.kv._paged_storage import LayerPages
+from gpuarena.kv.paged._core import Core
+from gpuarena.kv.paged._sequence import Sequence
+from gpuarena.kv.paged._storage import LayerPages
 
 __all__ = ["attend", "check_query"]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena._bump import align_up
 from gpuarena.errors import ArgumentError, ArgumentTypeError, SequenceError, refuse_copy
-from gpuarena.kv._paged_core import SCRATCH_ALIGNMENT, Core, scratch_nbytes
-from gpuarena.kv._paged_read import attend
-from gpuarena.kv._paged_sequence import Sequence, SequenceCheckpoint
-from gpuarena.kv._paged_stats import PagedStats, snapshot
-from gpuarena.kv._paged_step import Step
-from gpuarena.kv._paged_storage import check_layout
-from gpuarena.kv._paged_tables import (
+from gpuarena.kv.paged._core import SCRATCH_ALIGNMENT, Core, scratch_nbytes
+from gpuarena.kv.paged._read import attend
+from gpuarena.kv.paged._sequence import Sequence, SequenceCheckpoint
+from gpuarena.kv.paged._stats import PagedStats, snapshot
+from gpuarena.kv.paged._step import Step
+from gpuarena.kv.paged._storage import check_layout
+from gpuarena.kv.paged._tables import (
     BlockTable,
     FlashInferTables,
     block_table,
@@ -321,7 +321,7 @@ class PagedKVCache:
         ArgumentError
             The layout is HND, in which the slots of a head are no single stride apart; otherwise as `attend`.
         """
-        from gpuarena.kv._paged_flex import flex_attend
+        from gpuarena.kv.paged._flex import flex_attend
 
         return flex_attend(self._core, layer, q, self._core.check_sequences(sequences), scale, kernel)
 

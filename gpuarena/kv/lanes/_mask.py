@@ -29,7 +29,7 @@ def query_indices(lengths: Sequence[int], counts: Sequence[int] | None, width: i
 
 def mask_of(arena: Any, queries: Indices, longest: int, spec: LayerSpec | None) -> Any:
     """Return a native bool array ``[rows, 1, width, longest]``, True where a query may look."""
-    seen = queries[:, None, :, None]  # [rows, 1, width, 1]
+    seen: Any = queries[:, None, :, None]  # [rows, 1, width, 1]
     window, sinks = (None, 0) if spec is None else (spec.window, spec.sinks)
     if arena.backend == "torch":
         import torch

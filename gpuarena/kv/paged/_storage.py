@@ -20,7 +20,7 @@ from gpuarena.kv.spec import LayerSpec
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
-    from gpuarena.kv._paged_ops import PageOps
+    from gpuarena.kv.paged._ops import PageOps
 
 __all__ = ["LAYOUTS", "Geometry", "LayerPages", "Pool", "check_layout"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gpuarena.errors import ShapeError
-from gpuarena.kv import _lane_mask
-from gpuarena.kv._lane_arrays import Lanes
-from gpuarena.kv._lane_base import LaneBase
+from gpuarena.kv.lanes import _mask
+from gpuarena.kv.lanes._arrays import Lanes
+from gpuarena.kv.lanes._base import LaneBase
 from gpuarena.kv.spec import positive
 
 
@@ -99,8 +99,8 @@ class LaneReading(LaneBase):
         else:
             width = 1 if n_tokens is None else positive(n_tokens, "n_tokens", least=0)
         lengths = [self._table.lengths[lane] for lane in rows]
-        queries = _lane_mask.query_indices(lengths, counts, width)
-        return _lane_mask.mask_of(self.arena, queries, max(lengths, default=0), spec)
+        queries = _mask.query_indices(lengths, counts, width)
+        return _mask.mask_of(self.arena, queries, max(lengths, default=0), spec)
 
     def attend(
         self, layer: int, q: Any, *, lanes: Any = None, n_tokens: Any = None, scale: float | None = None
@@ -132,7 +132,7 @@ class LaneReading(LaneBase):
         """
         number = self.spec.owner(layer)
         spec = self._spec(number)
-        _lane_mask.check_queries(self.arena, self._ops, layer, spec, q)
+        _mask.check_queries(self.arena, self._ops, layer, spec, q)
         n_rows, width = q.shape[0], q.shape[2]
         rows = self._lanes(lanes, n_rows)
         if len(rows) != n_rows:
@@ -142,5 +142,5 @@ class LaneReading(LaneBase):
         counts = self._counts(n_tokens, rows, width)
         self._store.check()
         self._table.need_written(number)
-        queries = _lane_mask.query_indices([self._table.lengths[lane] for lane in rows], counts, width)
-        return _lane_mask.attend(self.arena, spec, q, self._read(number, rows), queries, scale)
+        queries = _mask.query_indices([self._table.lengths[lane] for lane in rows], counts, width)
+        return _mask.attend(self.arena, spec, q, self._read(number, rows), queries, scale)

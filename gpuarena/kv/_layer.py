@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpuarena.arena import Arena
@@ -205,10 +205,9 @@ class KVLayer:
         A bool array ``[n_tokens, tokens]``, True where a query may look: causal, inside of the window, and the
         sinks. It is needed where a query sees less than the views show: several tokens at once, or sinks.
         """
-        if n_tokens == self.length:
-            shown = [
-                range(self.length)
-            ]  # also those that `append` gave back, and a bounded layer does not hold
+        if positive(n_tokens, "n_tokens", least=0) == self.length:
+            # also those that `append` gave back, and a bounded layer does not hold
+            shown = [range(self.length)]
         else:
             n_tokens = self._check_read(n_tokens)
             low = self.low(self.length - n_tokens)
@@ -253,6 +252,13 @@ class KVLayer:
         rows = self._common.batch if self._common.rows is None else self._common.rows
         for name, plane in self.planes():
             yield name, self._ops.tokens(self._ops.rows(plane, rows), 0, self.n_held)
+
+    def make_room(self, n_tokens: int) -> None:
+        """Make sure that there are slots for `n_tokens` tokens, of which only those that can be held have one."""
+
+    def _hold(self, runs: Sequence[range]) -> None:
+        """Take over the tokens of `runs`, which are as in `positions`; the caller then writes them to `filled`."""
+        self._common.lengths[self._slot] = runs[-1].stop
 
     def _cut(self, n_tokens: int) -> None:
         """Set the length, which the caller checked."""

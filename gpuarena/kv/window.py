@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gpuarena.errors import CapacityError
@@ -14,8 +15,9 @@ class WindowLayer(KVLayer):
     """Keys and values of the last ``window + slack`` tokens at most, and of the first `sinks`.
 
     The slots are ``[sinks | body]``. The body holds the tokens from `held_from` on, in order; when it is full, the
-    last ``window - 1`` are moved to its front, which is once in `slack` tokens or less. So every view is one
-    ascending piece: with no sinks exactly the window, with sinks those and all of the body, and `mask` tells.
+    last ``window - 1`` are moved to its front: once in ``slack + 1`` tokens that come one at a time, at least half as
+    seldom if they come in pieces. So every view is one ascending piece: with no sinks exactly the window, with sinks
+    those and all of the body, and `mask` tells.
     """
 
     __slots__ = ("_held_from", "_k", "_n_slots", "_v")
@@ -59,6 +61,7 @@ class WindowLayer(KVLayer):
             self._write(sinks, keys_held, values_held)
         else:
             if must_move:
+                keys, values = ops.apart(keys, self._k), ops.apart(values, self._v)
                 self._move(low)
             self._write(self._slot_of(start), keys, values)
         common.rows = n_rows
@@ -140,6 +143,10 @@ class WindowLayer(KVLayer):
 
     def _restart(self) -> None:
         self._held_from = self.spec.sinks
+
+    def _hold(self, runs: Sequence[range]) -> None:
+        super()._hold(runs)
+        self._held_from = runs[-1].start if len(runs) > 1 else self.spec.sinks
 
     def _chunk_error(self, n_new: int, room: int) -> CapacityError:
         window, slack = self.spec.window, self.spec.slack

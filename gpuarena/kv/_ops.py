@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gpuarena.dtypes import DType
-from gpuarena.errors import ArgumentTypeError, AutogradError, DeviceMismatchError, ShapeError
+from gpuarena.errors import ArgumentError, ArgumentTypeError, AutogradError, DeviceMismatchError, ShapeError
 
 #: index_copy_ writes one token faster than narrow + copy_ (0.85 of the time, one token, CPU), and a long
 #: prompt much slower, since it copies row by row.
@@ -40,6 +40,9 @@ class Ops(Protocol):
     def write_at(self, k_buffer: Any, v_buffer: Any, positions: Any, keys: Any, values: Any) -> None:
         """Write ``[rows, kv_heads, n, dim]`` to the tokens at `positions`, ``[n]``."""
 
+    def check_positions(self, positions: Any, n_new: int, n_slots: int) -> None:
+        """Raise unless these are `n_new` integers on the right device, below `n_slots` where the host can tell."""
+
     def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
         """Write ``[2, rows, kv_heads, n, dim]`` to the tokens from `start` on of a buffer of pairs."""
 
@@ -66,6 +69,9 @@ class Ops(Protocol):
 
     def move(self, buffer: Any, source: int, target: int, n_tokens: int) -> None:
         """Copy `n_tokens` tokens from slot `source` on to the slots from `target` on, which are lower; they may overlap."""
+
+    def apart(self, array: Any, buffer: Any) -> Any:
+        """Return `array`, or a copy of it if it may lie in the memory of `buffer`."""
 
     def rows(self, buffer: Any, n_rows: int) -> Any:
         """Return the view of the first rows."""
@@ -146,6 +152,19 @@ class TorchOps:
         k_buffer.index_copy_(2, positions, keys)
         v_buffer.index_copy_(2, positions, values)
 
+    def check_positions(self, positions: Any, n_new: int, n_slots: int) -> None:
+        torch = self._torch
+        if not isinstance(positions, self._tensor) or positions.dtype is not torch.int64:
+            what = getattr(positions, "dtype", type(positions).__name__)
+            raise ArgumentTypeError(f"positions must be a torch.Tensor of int64, not {what}")
+        if positions.device != self._device:
+            raise DeviceMismatchError(f"positions are on {positions.device}, the cache is on {self._device}")
+        if positions.shape != (n_new,):
+            raise _positions_error(tuple(positions.shape), n_new)
+        # Compiled code and a GPU do not wait for the numbers; there index_copy_ itself refuses bad ones.
+        if self._device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_range(positions.tolist(), n_slots)
+
     def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
         if pair.requires_grad:  # grad mode is off, the check saw to that
             pair = pair.detach()
@@ -198,6 +217,11 @@ class TorchOps:
         for first in range(0, n_tokens, source - target):
             n = min(source - target, n_tokens - first)
             buffer.narrow(2, target + first, n).copy_(buffer.narrow(2, source + first, n))
+
+    def apart(self, array: Any, buffer: Any) -> Any:
+        first, low = array.data_ptr(), buffer.data_ptr()
+        overlaps = first < low + _span(buffer) and low < first + _span(array)
+        return array.clone() if overlaps else array
 
     def rows(self, buffer: Any, n_rows: int) -> Any:
         return buffer.narrow(0, 0, n_rows)
@@ -267,6 +291,15 @@ class NumpyOps:
         k_buffer[:, :, positions] = keys
         v_buffer[:, :, positions] = values
 
+    def check_positions(self, positions: Any, n_new: int, n_slots: int) -> None:
+        if not isinstance(positions, self._array) or positions.dtype.kind not in "iu":
+            what = getattr(positions, "dtype", type(positions).__name__)
+            raise ArgumentTypeError(f"positions must be an array of integers, not {what}")
+        if positions.shape != (n_new,):
+            raise _positions_error(positions.shape, n_new)
+        if self._is_host:
+            _check_range(positions.tolist(), n_slots)
+
     def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
         buffer[:, :, :, start : start + pair.shape[3]] = pair
 
@@ -304,6 +337,9 @@ class NumpyOps:
                 :, :, source + first : source + first + n
             ]
 
+    def apart(self, array: Any, buffer: Any) -> Any:
+        return array.copy() if self._library.may_share_memory(array, buffer) else array
+
     def rows(self, buffer: Any, n_rows: int) -> Any:
         return buffer[:n_rows]
 
@@ -333,6 +369,24 @@ def _may_see(queries: Any, keys: Any, window: int | None, sinks: int) -> Any:
     if window is not None:
         seen = seen & ((keys > queries - window) | (keys < sinks))
     return seen
+
+
+def _span(tensor: Any) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last."""
+    if not tensor.numel():
+        return 0
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(1 + steps) * int(tensor.element_size())
+
+
+def _positions_error(shape: tuple[int, ...], n_new: int) -> ShapeError:
+    return ShapeError(f"positions are {list(shape)}, for {n_new} tokens they must be [{n_new}]", shape=shape)
+
+
+def _check_range(positions: list[int], n_slots: int) -> None:
+    wrong = [position for position in positions if not 0 <= position < n_slots]
+    if wrong:
+        raise ArgumentError(f"positions {wrong}: there are slots 0 to {n_slots - 1}; advance() makes room")
 
 
 def _tokens_in(nbytes: int, itemsize: int, shape: Any, n_rows: int) -> int:

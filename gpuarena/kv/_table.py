@@ -18,6 +18,7 @@ def spec_table(spec: KVSpec, batch: int, tokens: int) -> str:
     """Return one line for each run of equal layers; see `KVSpec.table`."""
     from gpuarena.kv.spec import LayerSpec
 
+    total = _short(spec.nbytes(batch, tokens))  # first, since it checks the numbers
     rows = [list(_HEADINGS)]
     for layer, run in groupby(enumerate(spec.layers), key=lambda item: item[1]):
         numbers = [number for number, _ in run]
@@ -26,8 +27,9 @@ def spec_table(spec: KVSpec, batch: int, tokens: int) -> str:
             rows.append([name, *_cells(layer, len(numbers), batch, tokens)])
         else:
             rows.append([name, f"layer {layer.source}"])
-    rows.append(["sum", *[""] * 6, str(spec.bytes_per_token), _short(spec.nbytes(batch, tokens))])
+    rows.append(["sum", *[""] * 6, str(spec.bytes_per_token), total])
     widths = [max(len(row[column]) for row in rows if len(row) == len(_HEADINGS)) for column in range(9)]
+    widths[0] = max(len(row[0]) for row in rows)  # a shared layer has a name too
     return "\n".join(_line(row, widths) for row in rows)
 
 

@@ -68,6 +68,8 @@ class KVStep:
         self._start: tuple[list[int], int | None] | None = None
 
     def __enter__(self) -> KVStep:
+        if self._start is not None:
+            raise CheckpointError("this step was entered before; make another with cache.step()")
         common = self._group._common
         self._start = (list(common.lengths), common.rows)
         return self
@@ -79,23 +81,39 @@ class KVStep:
         if exc is None and len(set(lengths)) <= 1:
             return
         got = list(lengths)
-        self._undo()
+        reason = self._undo()
         if exc is None:
-            layer = self._group._owned[got.index(min(got))].index
+            least, most = min(got), max(got)
+            layer = self._group._owned[got.index(least)].index
             raise LayerOrderError(
-                f"the step left layer {layer} at {min(got)} tokens and another at {max(got)}: append to each layer "
-                f"once. All layers are back where the step began",
+                f"the step left layer {layer} at {least} tokens and another at {most}: append to each layer once. "
+                + (
+                    f"It could not be taken back: {reason}"
+                    if reason
+                    else "All layers are back where the step began"
+                ),
                 layer=layer,
             )
+        if reason:
+            exc.add_note(f"the step could not be taken back: {reason}")
 
-    def _undo(self) -> None:
-        """Take back what the layers got."""
+    def _undo(self) -> str:
+        """Take back what the layers got; return why they could not be, and then none is."""
         assert self._start is not None, "a step that is left was entered"
         lengths, rows = self._start
-        for number, layer in enumerate(self._group._owned):
-            before = lengths[number] if number < len(lengths) else 0  # a layer may have been added
-            if layer.length > before:
-                layer._cut(before)
-                self._group._common.forget_above(before)
+        longer = [
+            (layer, before)
+            for number, layer in enumerate(self._group._owned)
+            # a layer may have been added
+            if layer.length > (before := lengths[number] if number < len(lengths) else 0)
+        ]
+        # Several appends in one step may have moved a bounded window past where the step began.
+        reason = next(filter(None, (layer.reason_against(before) for layer, before in longer)), "")
+        if reason:
+            return reason
+        for layer, before in longer:
+            layer._cut(before)
+            self._group._common.forget_above(before)
         if not any(lengths):
             self._group._common.rows = rows
+        return ""

@@ -164,11 +164,24 @@ class FullLayer(KVLayer):
     def write_at(self, positions: Any, keys: Any, values: Any) -> tuple[Any, Any]:
         """Write tokens at `positions`, ``[n]`` integers on the device, and return keys and values of all slots.
 
-        For code that is compiled or captured: nothing on the host is read or changed. `KVCache.advance` has made room
-        and counted the tokens before, `buffers` was called once outside.
+        For code that is compiled or captured: nothing that changes from step to step is read on the host, and nothing
+        is changed there. `KVCache.advance` has made room and counted the tokens before, `buffers` was called outside,
+        once for each number of rows.
+
+        Raises
+        ------
+        ArgumentError
+            `buffers` was not called, or on the CPU a position is out of range.
+        ArgumentTypeError, DeviceMismatchError, AutogradError, ShapeError, DTypeError
+            As `append`; also for positions that are not as many integers as there are tokens. Unchanged on error.
         """
-        if self._k is None:
-            raise ArgumentError(f"write_at: call buffers({self.index}) first, outside of the compiled code")
+        if self._k is None or self._bound != self._common.rows:
+            raise ArgumentError(
+                f"write_at: call buffers({self.index}) first, outside of the compiled code, and again when the number "
+                f"of rows has changed"
+            )
+        _, n_new = self._accept(keys, values)
+        self._ops.check_positions(positions, n_new, self._n_ready)
         self._ops.write_at(self._k, self._v, positions, keys, values)
         return self._k, self._v
 

@@ -73,8 +73,9 @@ class LayerGroup:
         start = arena.checkpoint()
         kind = kind or layer_kind(spec)
         number = len(self._owned) if index is None else index
-        layer = kind(self._common, number, arena, spec, self.ops(arena, spec.n_slots(self.max_tokens)))
+        layer = kind(self._common, number, arena, spec, self.ops(arena))
         try:
+            layer._ops.reach(spec.n_slots(self.max_tokens))  # for which there is memory
             self.reserve_scratch(arena, spec.scratch_nbytes(self.batch, self.max_tokens))
         except BaseException:
             arena.rollback(start)
@@ -82,12 +83,11 @@ class LayerGroup:
         self._take(layer)
         return layer
 
-    def ops(self, arena: Arena, n_slots: int) -> Ops:
-        """Return the array operations for an arena, ready for buffers of `n_slots` tokens."""
+    def ops(self, arena: Arena) -> Ops:
+        """Return the array operations for an arena."""
         ops = self._ops.get(arena.device)
         if ops is None:
             ops = self._ops[arena.device] = ops_for(arena, self.batch)
-        ops.reach(n_slots)
         return ops
 
     def _take(self, layer: KVLayer) -> None:

@@ -104,8 +104,9 @@ class KVCache(LayerGroup):
         super().reserve_scratch(arena, self.spec.scratch_nbytes(batch, max_tokens, layout=self.layout))
         if in_records:  # the last region of all, so that it can grow
             self._records = Records(arena, list(in_records.values()), batch, max_tokens)
+            ops = self.ops(arena)
+            ops.reach(max_tokens)
             for place, (number, layer) in enumerate(in_records.items()):
-                ops = self.ops(arena, max_tokens)
                 self._take(
                     GrowingLayer(self._common, number, arena, layer, ops, records=self._records, place=place)
                 )

@@ -577,3 +577,13 @@ def test_a_stale_cache_goes_back_as_a_whole():
     with pytest.raises(StaleRegionError):
         step(cache, tokens(1, rows=1))
     assert cache.rows is None
+
+
+@pytest.mark.parametrize("make", [host_cache, torch_cache])
+def test_more_tokens_than_memory_is_the_arenas_own_error(make):
+    """The index of all positions was once made first, and torch's RuntimeError came out."""
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=4, dtype="float32")
+    arena = Arena("1MiB", backend="torch" if make is torch_cache else "host")
+    with pytest.raises(OutOfMemoryError):
+        KVCache(arena, spec, batch=1, max_tokens=10**14)
+    assert arena.stats.used == 0

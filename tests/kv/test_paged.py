@@ -989,3 +989,17 @@ def test_a_page_can_begin_beyond_32_bits():
         geometry = Geometry(layout, kv_heads=2, n_pages=2**31 - 1, page_size=16)
         rows = geometry.rows(np.array([2**31 - 2]), np.array([15]))
         assert rows[0, 1] == geometry.n_rows - 1
+
+
+@pytest.mark.parametrize(
+    "dtype", ["uint16", "uint32", "uint64", "int8", "bool", "float8_e4m3fn", "complex64"]
+)
+def test_every_dtype_that_torch_stores_can_be_appended(dtype):
+    """index_copy_ knows no wide unsigned integers."""
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=2, dtype=dtype)
+    cache = PagedKVCache(Arena("1MiB", backend="torch", device="cpu"), spec, num_pages=4, page_size=2)
+    sequence = cache.sequence()
+    new = torch.ones(1, 1, 3, 2).to(getattr(torch, dtype))
+    sequence.append(0, new, new)
+    keys, values = sequence.read(0)
+    assert keys.tolist() == values.tolist() == new[0].tolist()

@@ -501,7 +501,7 @@ def test_attention_over_the_ring_is_attention_over_the_window():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 4}, {"window": 4, "slack": 2, "sinks": 1}, {"window": 4, "slack": 2, "storage": "int8"}],
+    [{}, {"window": 4}, {"window": 4, "slack": 2, "sinks": 1}, {"window": 4, "storage": "int8"}],
 )
 def test_layers_that_are_no_ring_are_refused(library, options):
     arena = Arena("1MiB", backend=library)

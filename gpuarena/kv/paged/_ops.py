@@ -98,9 +98,12 @@ class TorchPageOps:
         return array.permute(axes)
 
     def movable(self, array: Any) -> Any:
-        # index_copy_ knows no float8, whose bits are bits.
-        is_small = array.dtype.is_floating_point and array.element_size() == 1
-        return array.view(self._torch.uint8) if is_small else array
+        # index_copy_ knows neither float8 nor the wide unsigned integers; bits are bits.
+        torch, dtype = self._torch, array.dtype
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            return array.view(torch.uint8)
+        twins = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+        return array.view(twins[dtype]) if dtype in twins else array
 
     def is_contiguous(self, array: Any) -> bool:
         contiguous: bool = array.is_contiguous()

@@ -667,7 +667,11 @@ class RingMachine(RuleBasedStateMachine):
         return self.kept[token % self.n_kept] == token
 
     def can_cut(self, n):
-        return n in (0, self.length) or all(self.is_held(t) for t in range(max(0, n - self.window + 1), n))
+        if n in (0, self.length):
+            return True
+        # With a window of 1 no token before n is needed, but n may not lie before all that is held.
+        needed = range(max(0, n - self.window + 1), n) if self.window > 1 else [n]
+        return all(self.is_held(t) for t in needed)
 
     def cut(self, n):
         del self.cache.tokens[n:]

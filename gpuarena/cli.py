@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -241,10 +242,49 @@ def bench_alloc(
     _write_json(console, json_path, result)
 
 
+@bench_app.command("kv")
+def bench_kv(
+    device: Annotated[
+        str | None, typer.Option(help="Default: the GPU if there is one, otherwise the CPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the caches.")] = 28,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 9,
+    cat_limit: Annotated[
+        int, typer.Option(min=0, help="Tokens of the longest loop of torch.cat; 8192 takes minutes.")
+    ] = 2048,
+    quick: Annotated[bool, typer.Option(help="Two layers, short contexts, to see that it runs.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Time appends, reordering, kept prompts and reads of KV caches against torch.cat and transformers' caches."""
+    from gpuarena.bench import kv
+
+    console = Console()
+    result = kv.run(
+        device=_usable_device(device),
+        dtype=dtype,
+        layers=layers,
+        rounds=rounds,
+        cat_limit=cat_limit,
+        quick=quick,
+        on_group=lambda group: console.print(_alloc_table(group)),
+    )
+    _write_json(console, json_path, result)
+
+
 def _write_json(console: Console, path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")
         console.print(f"written to {path}", highlight=False, soft_wrap=True)
+
+
+#: What rows may hold besides times: the heading, and how a figure reads.
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "write_amplification": ("x written", "{:.2f}".format),
+    "peak_nbytes": ("peak, MB", lambda nbytes: f"{nbytes / 1e6:.1f}"),
+    "allocated_nbytes": ("allocated, B", "{:.0f}".format),
+    "bytes_per_token": ("B/token", "{:.0f}".format),
+}
 
 
 def _alloc_table(group: dict[str, Any]) -> Table:
@@ -258,14 +298,23 @@ def _alloc_table(group: dict[str, Any]) -> Table:
         for name, row in group["rows"].items():
             table.add_row(name, f"{row['nbytes']:.0f}")
         return table
-    for column in ("median, us", "quartiles", "ratio"):
+    figures = [key for key in _FIGURES if any(key in row for row in group["rows"].values())]
+    for column in ("median, us", "quartiles", "ratio", *(_FIGURES[key][0] for key in figures)):
         table.add_column(column, justify="right", no_wrap=True)
     for name, row in group["rows"].items():
         low, high = row["quartiles_s"]
         table.add_row(
-            name, f"{row['median_s'] * 1e6:.2f}", f"{low * 1e6:.2f} - {high * 1e6:.2f}", f"{row['ratio']:.2f}"
+            name,
+            _microseconds(row["median_s"]),
+            f"{_microseconds(low)} - {_microseconds(high)}",
+            f"{row['ratio']:.2f}",
+            *(_FIGURES[key][1](row[key]) if key in row else "" for key in figures),
         )
     return table
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.2f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
 
 def _decode_table(result: dict[str, Any], dtype: str) -> Table:

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=290.0, help="seconds that the tests may take at most")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
-    from gpuarena.bench import alloc, decode, harness
+    from gpuarena.bench import alloc, decode, harness, kv
 
     device = "cpu" if options.fake else "cuda"
     results: dict[str, Any] = {"environment": harness.environment(device), "fake": options.fake}
@@ -42,6 +42,11 @@ def main() -> int:
         figures = alloc.run(device=device, quick=options.fake, rounds=15)
     except Exception as error:  # the other results are worth keeping, whatever went wrong with this one
         figures = {"benchmark": "alloc", "error": f"{type(error).__name__}: {error}"}
+    results["benchmarks"].append(figures)
+    try:
+        figures = kv.run(device=device, quick=options.fake)
+    except Exception as error:  # the other results are worth keeping, whatever went wrong with this one
+        figures = {"benchmark": "kv", "error": f"{type(error).__name__}: {error}"}
     results["benchmarks"].append(figures)
     for dtype in ("bfloat16", "float32"):
         try:

@@ -1,0 +1,101 @@
+"""What a KV cache costs, next to ``torch.cat``, the caches of transformers and what people write by hand.
+
+Geometry of Qwen2.5-1.5B. What the variants of a group give is compared before any of them is timed, and they are
+timed interleaved, so that ratios mean something on a noisy machine. Going back to where a sample begins is never
+timed: each cache does that in another way.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpuarena.bench._kv_append import append_groups, loop_groups
+from gpuarena.bench._kv_moves import move_groups
+from gpuarena.bench._kv_reads import quantized_groups, read_groups
+from gpuarena.bench._kv_setup import Group, Setup, WrongDataError
+from gpuarena.bench.harness import environment
+from gpuarena.errors import ArgumentError
+
+__all__ = ["CAT_LIMIT", "DTYPES", "WrongDataError", "run"]
+
+DTYPES = ("bfloat16", "float32")
+#: Longest loop that torch.cat runs: at 8 192 tokens it takes a minute on a CPU.
+CAT_LIMIT = 2048
+
+
+def run(
+    *,
+    device: str = "cpu",
+    dtype: str = "bfloat16",
+    layers: int = 28,
+    rounds: int = 9,
+    cat_limit: int = CAT_LIMIT,
+    quick: bool = False,
+    on_group: Callable[[Group], object] = lambda group: None,
+) -> dict[str, Any]:
+    """Time all groups; return the figures with the machine and the versions, for JSON.
+
+    Parameters
+    ----------
+    device : str
+        ``"cpu"`` or a CUDA device.
+    dtype : str
+        One of `DTYPES`.
+    layers : int
+        Of the caches; reads are of one layer.
+    rounds : int
+        Samples of each variant; at most 3 of loops over more than 2048 tokens.
+    cat_limit : int
+        Tokens of the longest loop that ``torch.cat`` takes part in.
+    quick : bool
+        Two layers, short contexts and few samples, to see that it runs.
+    on_group : callable, optional
+        Called with each group when it is done.
+
+    Raises
+    ------
+    WrongDataError
+        A variant gave other keys, values or outputs than it should.
+    ArgumentError
+        Another dtype, or fewer than one layer or round.
+    """
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if rounds < 1 or layers < 1:
+        raise ArgumentError(f"rounds and layers must be at least 1, not {rounds} and {layers}")
+    if quick:
+        rounds, layers = min(rounds, 3), min(layers, 2)
+    setup = Setup(device, dtype, layers, rounds, quick)
+    groups = []
+    with torch.inference_mode():
+        for group in _groups(setup, cat_limit):
+            groups.append(group)
+            on_group(group)
+            if not quick:
+                gc.collect()  # of cycles, so that the memory of one group is not there beside that of the next
+    geometry = {
+        "layers": layers,
+        "kv_heads": setup.kv_heads,
+        "q_heads": setup.q_heads,
+        "head_dim": setup.head_dim,
+        "dtype": dtype,
+    }
+    return {
+        "benchmark": "kv",
+        "geometry": geometry,
+        "environment": environment(device),
+        "rounds": rounds,
+        "groups": groups,
+    }
+
+
+def _groups(setup: Setup, cat_limit: int) -> Iterator[Group]:
+    yield from append_groups(setup)
+    yield from loop_groups(setup, cat_limit)
+    yield from move_groups(setup)
+    yield from read_groups(setup)
+    yield from quantized_groups(setup)

@@ -66,7 +66,9 @@ class KVLayer:
         Those of ``spec.buffers``, each ``[batch, kv_heads, slots, dim]``, with 2 in front where it holds pairs.
     """
 
-    __slots__ = ("_bound", "_common", "_ops", "_slot", "_wanted", "arena", "index", "regions", "spec")
+    __slots__ = (
+        "_bound", "_common", "_k_shape", "_new", "_ops", "_slot", "_v_shape", "_wanted", "arena", "index", "regions", "spec",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -82,6 +84,9 @@ class KVLayer:
         self._ops = ops
         self._wanted = (ops.dtype(spec.dtype), ops.dtype(spec.value_dtype))
         self._bound = 0  # rows that the views in use show
+        self._k_shape: Any = None  # of what was appended last
+        self._v_shape: Any = None
+        self._new = (0, 0)  # its rows and tokens
         self.index = index
         self.spec = spec
         self.arena = arena
@@ -289,21 +294,20 @@ class KVLayer:
 
     def _accept(self, keys: Any, values: Any) -> tuple[int, int]:
         """Return how many rows and new tokens these have; raise what `append` raises for what is wrong with them."""
-        spec = self.spec
         try:
-            n_rows, heads, n_new, dim = keys.shape
-            if (
-                heads == spec.kv_heads
-                and dim == spec.key_dim
-                and n_rows == self._common.rows
-                and values.shape == (n_rows, heads, n_new, spec.value_dim)
+            if (  # as those before, which were checked
+                keys.shape == self._k_shape
+                and values.shape == self._v_shape
+                and self._new[0] == self._common.rows
                 and self._ops.agree(keys, values, self._wanted)
             ):
-                return n_rows, n_new
-        except (AttributeError, TypeError, ValueError):  # no array, or not four dimensions
+                return self._new
+        except (AttributeError, TypeError, ValueError):  # no array
             pass
         self._check(keys, values)
-        return keys.shape[0], keys.shape[2]
+        self._k_shape, self._v_shape = keys.shape, values.shape
+        self._new = keys.shape[0], keys.shape[2]
+        return self._new
 
     def _check(self, keys: Any, values: Any) -> None:
         """Raise unless `append` may write these, or may once it has decided the number of rows."""
@@ -333,7 +337,8 @@ class KVLayer:
 
     def _check_rows(self, n_rows: int, shape: tuple[int, ...]) -> None:
         common = self._common
-        if common.rows is not None and any(common.lengths) and n_rows != common.rows:
+        # In this order: compiled code must not depend on the lengths.
+        if common.rows is not None and n_rows != common.rows and any(common.lengths):
             raise ShapeError(
                 f"layer {self.index}: {n_rows} rows given, the cache holds {common.rows}; reset() starts anew, "
                 f"repeat(n) and select(rows) change the rows that are held",

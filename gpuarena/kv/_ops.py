@@ -7,6 +7,7 @@ array memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,6 +49,9 @@ class Ops(Protocol):
 
     def tokens(self, buffer: Any, start: int, stop: int) -> Any:
         """Return the view of tokens `start` to `stop`, of the last dimension but one."""
+
+    def viewer(self, buffer: Any) -> Callable[[int, int], Any]:
+        """Return a quick `tokens` of one buffer; it keeps the buffer alive."""
 
     def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
         """Return the `n_planes` views along the first dimension, or the buffer itself if it is one."""
@@ -186,6 +190,17 @@ class TorchOps:
     def tokens(self, buffer: Any, start: int, stop: int) -> Any:
         return buffer.narrow(-2, start, stop - start)
 
+    def viewer(self, buffer: Any) -> Callable[[int, int], Any]:
+        rows, heads, _, dim = buffer.shape
+        strides, begin, view = buffer.stride(), buffer.storage_offset(), buffer.as_strided
+        step = strides[2]
+
+        # One dispatch, where narrow takes two: a third of the time of an append.
+        def tokens(start: int, stop: int) -> Any:
+            return view((rows, heads, stop - start, dim), strides, begin + start * step)
+
+        return tokens
+
     def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
         planes: tuple[Any, ...] = buffer.unbind(0) if n_planes > 1 else (buffer,)
         return planes
@@ -305,6 +320,9 @@ class NumpyOps:
 
     def tokens(self, buffer: Any, start: int, stop: int) -> Any:
         return buffer[..., start:stop, :]
+
+    def viewer(self, buffer: Any) -> Callable[[int, int], Any]:
+        return lambda start, stop: buffer[:, :, start:stop]
 
     def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
         return (buffer[0], buffer[1]) if n_planes > 1 else (buffer,)

@@ -1,18 +1,15 @@
-"""docs/public-reports.md and the tests that it names."""
+"""The tables of public reports in docs/, and the tests that they name."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
-TABLE = (ROOT / "docs" / "public-reports.md").read_text(encoding="utf-8")
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split(" |")]
-    for line in TABLE.splitlines()
-    if re.match(r"\| \d+ \|", line)
-]
 
 
 def names_of(*paths: Path) -> list[str]:
@@ -24,34 +21,66 @@ def names_of(*paths: Path) -> list[str]:
     ]
 
 
-ON_THE_CPU = names_of(*Path(__file__).parent.glob("test_*.py"))
-ON_A_GPU = names_of(ROOT / "tests" / "gpu" / "test_public_reports_gpu.py")
-REPORTED = [name for name in ON_THE_CPU if name not in names_of(Path(__file__))]
+class Table(NamedTuple):
+    """One table, and the tests that belong to it."""
+
+    text: str
+    n_rows: int
+    on_the_cpu: list[str]
+    on_a_gpu: list[str]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return [
+            [cell.strip() for cell in line.strip("|").split(" |")]
+            for line in self.text.splitlines()
+            if re.match(r"\| \d+ \|", line)
+        ]
+
+
+def read(name: str, n_rows: int, paths: set[Path], *on_a_gpu: Path) -> Table:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return Table(text, n_rows, names_of(*sorted(paths)), names_of(*on_a_gpu))
+
+
+OF_CACHES = set(Path(__file__).parent.glob("test_reports_kv_*.py"))
+OTHERS = set(Path(__file__).parent.glob("test_*.py")) - OF_CACHES - {Path(__file__)}
+TABLES = {
+    "public-reports.md": read(
+        "public-reports.md", 51, OTHERS, ROOT / "tests" / "gpu" / "test_public_reports_gpu.py"
+    ),
+    "public-reports-kv.md": read("public-reports-kv.md", 56, OF_CACHES),
+}
+
+
+@pytest.fixture(params=TABLES)
+def table(request: pytest.FixtureRequest) -> Table:
+    return TABLES[request.param]
 
 
 def prefix(thread: str) -> str:
     return "test_" + re.sub(r"\W+", "_", thread.lower()) + "_"
 
 
-def test_every_row_is_complete():
-    assert [int(row[0]) for row in ROWS] == list(range(1, 52))
-    for row in ROWS:
+def test_every_row_is_complete(table):
+    assert [int(row[0]) for row in table.rows] == list(range(1, table.n_rows + 1))
+    for row in table.rows:
         _, threads, symptom, does, tests = row
-        assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", thread) for thread in threads.split(", "))
+        assert all(re.fullmatch(r"[\w-]+/[\w.-]+#\d+", thread) for thread in threads.split(", "))
         assert symptom
         assert bool(tests) != does.startswith("does not apply: ")
 
 
-def test_the_table_names_the_tests_that_there_are():
-    named = set(re.findall(r"`(test_\w+)`", TABLE))
-    assert named == {*REPORTED, *ON_A_GPU}
-    assert len(named) == len(REPORTED) + len(ON_A_GPU), "two tests have one name"
-    assert set(re.findall(r"`(test_\w+)` \(\*gpu\*\)", TABLE)) == set(ON_A_GPU)
+def test_the_table_names_the_tests_that_there_are(table):
+    named = set(re.findall(r"`(test_\w+)`", table.text))
+    assert named == {*table.on_the_cpu, *table.on_a_gpu}
+    assert len(named) == len(table.on_the_cpu) + len(table.on_a_gpu), "two tests have one name"
+    assert set(re.findall(r"`(test_\w+)` \(\*gpu\*\)", table.text)) == set(table.on_a_gpu)
 
 
-def test_every_test_is_named_after_a_thread_of_its_row():
-    threads = {thread for row in ROWS for thread in row[1].split(", ")}
-    for row in ROWS:
+def test_every_test_is_named_after_a_thread_of_its_row(table):
+    threads = {thread for row in table.rows for thread in row[1].split(", ")}
+    for row in table.rows:
         tests = re.findall(r"`(test_\w+)`", row[4])
         own = [
             name for name in tests if any(name.startswith(prefix(thread)) for thread in row[1].split(", "))
@@ -59,3 +88,8 @@ def test_every_test_is_named_after_a_thread_of_its_row():
         others = [name for name in tests if name not in own]
         assert all(any(name.startswith(prefix(thread)) for thread in threads) for name in others)
         assert not tests or own or len(tests) == 1
+
+
+def test_no_thread_is_listed_twice(table):
+    threads = [thread for row in table.rows for thread in row[1].split(", ")]
+    assert len(threads) == len(set(threads))

@@ -25,6 +25,7 @@
     ├── BackendError           (RuntimeError)  an unknown backend, or one whose library is not installed
     ├── AutogradError          (RuntimeError)  a write that would tie the arena into an autograd graph
     ├── ReadOnlyError          (ValueError)    memory that may not be written was offered to an arena
+    ├── StateError             (ValueError)    a file of a cache is damaged, of another kind, or does not fit the cache
     └── NotCopyableError       (TypeError)     pickle or copy of an arena, a region or a checkpoint
 
 A call that raises one of these has changed nothing. The figures of a message are attributes of the exception.
@@ -61,6 +62,7 @@ __all__ = [
     "SequenceError",
     "ShapeError",
     "StaleRegionError",
+    "StateError",
     "StrideError",
 ]
 
@@ -218,6 +220,26 @@ class AutogradError(ArenaError, RuntimeError):
 
 class ReadOnlyError(ArenaError, ValueError):
     """Memory that may not be written was offered to an arena."""
+
+
+class StateError(ArenaError, ValueError):
+    """A file of a cache is damaged, of another kind or version, or does not fit the cache it is for.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    field : str
+        What is wrong: an entry of the metadata, a tensor, or a field of the spec. It is missing where the file could
+        not be opened, `found` and `wanted` where it is the only fault.
+    found, wanted : object
+        What the file has there, and what was expected.
+    """
+
+    path: str
+    field: str
+    found: Any
+    wanted: Any
 
 
 class NotCopyableError(ArenaError, TypeError):

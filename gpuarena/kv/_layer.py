@@ -302,7 +302,7 @@ class KVLayer:
                 and self._ops.agree(keys, values, self._wanted)
             ):
                 return self._new
-        except (AttributeError, TypeError, ValueError):  # no array
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no array, or a nested one
             pass
         self._check(keys, values)
         self._k_shape, self._v_shape = keys.shape, values.shape

@@ -53,6 +53,9 @@ class Ops(Protocol):
     def viewer(self, buffer: Any) -> Callable[[int, int], Any]:
         """Return a quick `tokens` of one buffer; it keeps the buffer alive."""
 
+    def is_compiling(self) -> bool:
+        """Return whether this call is being traced by a compiler."""
+
     def planes(self, buffer: Any, n_planes: int) -> tuple[Any, ...]:
         """Return the `n_planes` views along the first dimension, or the buffer itself if it is one."""
 
@@ -102,11 +105,18 @@ class TorchOps:
         # One index for all layers of a step; a view of this is made when the position changes.
         with torch.inference_mode(False):
             self._positions = torch.arange(0, device=self._device)
-            self._rows = torch.empty(batch, dtype=torch.int64, device=self._device)
+            self._rows = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._batch = batch
+        self._strided = torch.strided
+        self._is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+        self._arena_range = arena.address, arena.address + arena.capacity
         self._index: Any = None
         self._index_key = (-1, -1)
 
     def reach(self, n_slots: int) -> None:
+        if self._batch > len(self._rows):
+            with self._torch.inference_mode(False):
+                self._rows = self._torch.empty(self._batch, dtype=self._torch.int64, device=self._device)
         if n_slots > len(self._positions):
             with self._torch.inference_mode(False):
                 self._positions = self._torch.arange(n_slots, device=self._device)
@@ -121,12 +131,18 @@ class TorchOps:
             and values.dtype is dtypes[1]
             and keys.device == self._device
             and values.device == self._device
+            and keys.layout is self._strided
+            and values.layout is self._strided
             and not ((keys.requires_grad or values.requires_grad) and self._torch.is_grad_enabled())
         )
 
     def check(self, array: Any, what: str) -> None:
         if not isinstance(array, self._tensor):
             raise ArgumentTypeError(f"{what} must be a torch.Tensor, not {type(array).__name__}")
+        if array.layout is not self._strided or array.is_nested:
+            raise ArgumentTypeError(
+                f"{what} are {_layout_of(array)}; to_dense() gives a tensor that can be stored"
+            )
         if array.device != self._device:
             raise DeviceMismatchError(
                 f"{what} are on {array.device}, the cache is on {self._device}; move one of them"
@@ -141,20 +157,29 @@ class TorchOps:
         n_tokens = keys.shape[2]
         if keys.requires_grad or values.requires_grad:  # grad mode is off, the check saw to that
             keys, values = keys.detach(), values.detach()
+        if self._may_overlap(keys, values):  # such as what append() returned
+            keys = self.apart(self.apart(keys, k_buffer), v_buffer)
+            values = self.apart(self.apart(values, k_buffer), v_buffer)
         if 0 < n_tokens <= _INDEX_COPY_MAX_TOKENS:
             index = self._index_of(start, n_tokens)
             try:
                 k_buffer.index_copy_(2, index, keys)
                 v_buffer.index_copy_(2, index, values)
                 return
-            except RuntimeError:
-                pass  # it takes nothing that lies in the buffer itself, such as what append() returned
+            except NotImplementedError:
+                pass  # of float8, and of the wide unsigned integers
         k_buffer.narrow(2, start, n_tokens).copy_(keys)
         v_buffer.narrow(2, start, n_tokens).copy_(values)
 
     def write_at(self, k_buffer: Any, v_buffer: Any, positions: Any, keys: Any, values: Any) -> None:
+        if self._may_overlap(keys, values):
+            keys = self.apart(self.apart(keys, k_buffer), v_buffer)
+            values = self.apart(self.apart(values, k_buffer), v_buffer)
         k_buffer.index_copy_(2, positions, keys)
         v_buffer.index_copy_(2, positions, values)
+
+    def is_compiling(self) -> bool:
+        return self._is_compiling()
 
     def check_positions(self, positions: Any, n_new: int, n_slots: int) -> None:
         torch = self._torch
@@ -172,12 +197,14 @@ class TorchOps:
     def write_pair(self, buffer: Any, start: int, pair: Any) -> None:
         if pair.requires_grad:  # grad mode is off, the check saw to that
             pair = pair.detach()
+        if self._may_overlap(pair, pair):
+            pair = self.apart(pair, buffer)
         n_tokens = pair.shape[3]
         if 0 < n_tokens <= _INDEX_COPY_MAX_TOKENS:
             try:
                 buffer.index_copy_(3, self._index_of(start, n_tokens), pair)
                 return
-            except RuntimeError:
+            except NotImplementedError:
                 pass  # as in write
         buffer.narrow(3, start, n_tokens).copy_(pair)
 
@@ -207,8 +234,11 @@ class TorchOps:
 
     def part(self, records: Any, offset: int, shape: tuple[int, ...], dtype: DType) -> Any:
         nbytes = math.prod(shape) * dtype.itemsize
-        numbers = records.narrow(1, offset, nbytes).view(dtype.torch)
-        return numbers.view(len(records), *shape).permute(1, 2, 0, 3)
+        with self._torch.inference_mode(
+            False
+        ):  # else it would be a tensor that can be written in that mode only
+            numbers = records.narrow(1, offset, nbytes).view(dtype.torch)
+            return numbers.view(len(records), *shape).permute(1, 2, 0, 3)
 
     def mask(self, shown: list[range], start: int, stop: int, window: int | None, sinks: int) -> Any:
         torch = self._torch
@@ -233,6 +263,13 @@ class TorchOps:
             n = min(source - target, n_tokens - first)
             buffer.narrow(2, target + first, n).copy_(buffer.narrow(2, source + first, n))
 
+    def _may_overlap(self, keys: Any, values: Any) -> bool:
+        """Return whether one lies in the arena, and so perhaps in what is written; never in compiled code."""
+        if self._is_compiling():
+            return False
+        low, high = self._arena_range
+        return low <= keys.data_ptr() < high or low <= values.data_ptr() < high
+
     def apart(self, array: Any, buffer: Any) -> Any:
         first, low = array.data_ptr(), buffer.data_ptr()
         overlaps = first < low + _span(buffer) and low < first + _span(array)
@@ -246,13 +283,18 @@ class TorchOps:
         on_host = not isinstance(rows, self._tensor)
         if on_host:
             try:
-                rows = torch.as_tensor(rows)
+                if isinstance(rows, np.ndarray):
+                    rows = np.ascontiguousarray(rows)  # torch knows no steps backwards
+                dtype = torch.int64 if hasattr(rows, "__len__") and len(rows) == 0 else None
+                rows = torch.as_tensor(rows, dtype=dtype, device="cpu")
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ArgumentTypeError(f"rows must be row numbers: {error}") from error
         if rows.ndim != 1 or rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
             raise ArgumentTypeError(
                 f"rows must be a 1-D list of integers, not {rows.dtype}{list(rows.shape)}"
             )
+        if rows.device.type != "cpu" and rows.device != self._device:
+            raise DeviceMismatchError(f"rows are on {rows.device}, the cache is on {self._device}")
         # Looking at numbers on a GPU would wait for it; there index_select itself refuses bad ones.
         # A list, because min() allocates its result, and does not know every unsigned type.
         if rows.device.type == "cpu" and not all(0 <= row < n_rows for row in rows.tolist()):
@@ -298,13 +340,19 @@ class NumpyOps:
             raise DeviceMismatchError(f"{what} are on cuda:{array.device.id}, the cache is on {self._device}")
 
     def write(self, k_buffer: Any, v_buffer: Any, start: int, keys: Any, values: Any) -> None:
+        # NumPy itself sees an overlap of one array with its target, but values may lie where keys go.
+        values = self.apart(values, k_buffer)
         stop = start + keys.shape[2]
         k_buffer[:, :, start:stop] = keys
         v_buffer[:, :, start:stop] = values
 
     def write_at(self, k_buffer: Any, v_buffer: Any, positions: Any, keys: Any, values: Any) -> None:
+        keys, values = self.apart(keys, v_buffer), self.apart(values, k_buffer)
         k_buffer[:, :, positions] = keys
         v_buffer[:, :, positions] = values
+
+    def is_compiling(self) -> bool:
+        return False
 
     def check_positions(self, positions: Any, n_new: int, n_slots: int) -> None:
         if not isinstance(positions, self._array) or positions.dtype.kind not in "iu":
@@ -363,8 +411,8 @@ class NumpyOps:
 
     def row_index(self, rows: Any, n_rows: int) -> tuple[Any, int]:
         try:
-            index = np.asarray(rows.get() if hasattr(rows, "get") else rows)
-        except ValueError as error:  # lists of different lengths
+            index = np.asarray(rows.get() if isinstance(rows, self._array) and not self._is_host else rows)
+        except (ValueError, TypeError, RuntimeError) as error:  # lists of different lengths
             raise ArgumentTypeError(f"rows must be row numbers: {error}") from error
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise ArgumentTypeError(
@@ -379,6 +427,10 @@ class NumpyOps:
         for position, row in enumerate(rows):
             staged[position] = source[int(row)]
         target[...] = staged
+
+
+def _layout_of(tensor: Any) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
 def _may_see(queries: Any, keys: Any, window: int | None, sinks: int) -> Any:

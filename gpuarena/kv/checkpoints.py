@@ -41,6 +41,9 @@ class KVScope:
         self._group = group
         self._checkpoint: KVCheckpoint | None = None
 
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
     def __enter__(self) -> KVCheckpoint:
         if self._checkpoint is not None:
             raise CheckpointError("this scope was entered before; make another with cache.scope()")
@@ -50,7 +53,8 @@ class KVScope:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        assert self._checkpoint is not None, "a scope that is left was entered"
+        if self._checkpoint is None:
+            raise CheckpointError("this scope was not entered; use `with cache.scope():`")
         try:
             self._group.rollback(self._checkpoint)
         except CheckpointError:
@@ -61,11 +65,15 @@ class KVScope:
 class KVStep:
     """What ``cache.step()`` returns: all layers get the same tokens, or none keeps them."""
 
-    __slots__ = ("_group", "_start")
+    __slots__ = ("_group", "_is_over", "_start")
 
     def __init__(self, group: LayerGroup) -> None:
         self._group = group
         self._start: tuple[list[int], int | None] | None = None
+        self._is_over = False
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
 
     def __enter__(self) -> KVStep:
         if self._start is not None:
@@ -77,6 +85,9 @@ class KVStep:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        if self._start is None or self._is_over:
+            raise CheckpointError("this step is not open; use `with cache.step():`")
+        self._is_over = True
         lengths = self._group._common.lengths
         if exc is None and len(set(lengths)) <= 1:
             return
@@ -98,22 +109,28 @@ class KVStep:
             exc.add_note(f"the step could not be taken back: {reason}")
 
     def _undo(self) -> str:
-        """Take back what the layers got; return why they could not be, and then none is."""
+        """Take back what the layers got; return what could not be taken back, and why."""
         assert self._start is not None, "a step that is left was entered"
-        lengths, rows = self._start
-        longer = [
-            (layer, before)
-            for number, layer in enumerate(self._group._owned)
-            # a layer may have been added
-            if layer.length > (before := lengths[number] if number < len(lengths) else 0)
-        ]
+        group, (lengths, rows) = self._group, self._start
+        common = group._common
+        # What was cut inside is gone from all. A layer that was added inside held nothing.
+        known = common.lengths[: len(lengths)]
+        target = min([*lengths, *known], default=0) if len(set(lengths)) == 1 else None
+        wanted = [min(n, held) if target is None else target for n, held in zip(lengths, known, strict=True)]
+        wanted += [0] * (len(common.lengths) - len(wanted))
         # Several appends in one step may have moved a bounded window past where the step began.
-        reason = next(filter(None, (layer.reason_against(before) for layer, before in longer)), "")
+        reasons = (layer.reason_against(n) for layer, n in zip(group._owned, wanted, strict=True))
+        reason = next(filter(None, reasons), "")
         if reason:
             return reason
-        for layer, before in longer:
-            layer._cut(before)
-            self._group._common.forget_above(before)
-        if not any(lengths):
-            self._group._common.rows = rows
+        for layer, n_tokens in zip(group._owned, wanted, strict=True):
+            if layer.length > n_tokens:
+                layer._cut(n_tokens)
+                common.forget_above(n_tokens)
+        if target is not None and lengths and target < lengths[0]:
+            return f"the step itself cut the cache to {target} tokens, of {lengths[0]} that it began with"
+        if not any(lengths) or rows == 1:  # the first of several copies is what it was
+            common.rows = rows
+        elif rows != common.rows:
+            return f"the step itself changed the rows, of which there were {rows}"
         return ""

@@ -22,6 +22,7 @@ class FullLayer(KVLayer):
         "_n_before",
         "_n_clean",
         "_n_ready",
+        "_n_used",
         "_pair",
         "_pair_shape",
         "_v",
@@ -38,6 +39,7 @@ class FullLayer(KVLayer):
         self._pair: Any = None  # [2, rows, kv_heads, max_tokens, dim] where there is one region
         self._pair_shape: Any = None  # of what append_pair got last
         self._n_ready = self._common.max_tokens  # tokens that the views reach
+        self._n_used = 0  # below, slots may hold tokens that were cut off since they were clean
         self._n_clean = 0  # below, no slot of any row holds what lay in the memory before
 
     def _bind(self, n_rows: int) -> None:
@@ -101,7 +103,7 @@ class FullLayer(KVLayer):
                 and self._ops.agree(pair, pair, self._wanted)
             ):
                 return
-        except (AttributeError, TypeError):  # no array
+        except (AttributeError, TypeError, RuntimeError):  # no array, or a nested one
             pass
         spec = self.spec
         if not spec.is_joint:
@@ -176,6 +178,10 @@ class FullLayer(KVLayer):
     def clear_up_to(self, n_tokens: int) -> None:
         """Put 0 in slots below `n_tokens` that hold no token: memory may hold NaN, which no mask hides."""
         clean, length, rows = self._n_clean, self.length, self._common.rows or 0
+        if self._n_used > length:  # tokens that were cut off may be NaN as well
+            for _, plane in self.planes():
+                self._ops.clear(plane, length, min(self._n_used, clean), 0)
+            self._n_used = 0
         if n_tokens <= clean:
             return
         self.make_room(n_tokens)
@@ -184,6 +190,11 @@ class FullLayer(KVLayer):
             if length > clean:  # rows that are not in use
                 self._ops.clear(plane, clean, min(length, n_tokens), rows)
         self._n_clean = n_tokens
+
+    def _cut(self, n_tokens: int) -> None:
+        if n_tokens < self.length and self._n_clean:
+            self._n_used = max(self._n_used, self.length)
+        super()._cut(n_tokens)
 
     def write_at(self, positions: Any, keys: Any, values: Any) -> tuple[Any, Any]:
         """Write tokens at `positions`, ``[n]`` integers on the device, and return keys and values of all slots.
@@ -204,6 +215,8 @@ class FullLayer(KVLayer):
                 f"write_at: call buffers({self.index}) first, outside of the compiled code, and again when the number "
                 f"of rows has changed"
             )
+        if not self._ops.is_compiling():  # compiled code relies on what advance() saw
+            self.check_live()
         self._check(keys, values)
         self._ops.check_positions(positions, keys.shape[2], self._n_ready)
         self._ops.write_at(self._k, self._v, positions, keys, values)

@@ -292,6 +292,8 @@ class LayerGroup:
         if self.rows is None:
             return
         single = self.rows == 1
+        if self.rows * n > self.batch:
+            raise ShapeError(f"{self.rows * n} rows asked, the cache was made for 1 to {self.batch}")
         self._gather([row for row in range(self.rows) for _ in range(n)], n_new=None, keep_marks=single)
         if single:
             self._common.n_shared = self.length

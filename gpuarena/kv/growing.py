@@ -167,7 +167,7 @@ class GrowingLayer(FullLayer):
     def forget(self) -> None:
         """Hold no array of the records any more, and rely on no memory behind the tokens."""
         self._k = self._v = self._pair = self._k_tokens = self._v_tokens = None
-        self._bound = self._n_ready = self._n_clean = 0
+        self._bound = self._n_ready = self._n_clean = self._n_used = 0
 
     @property
     def reserved_nbytes(self) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuarena.arena import Arena
-from gpuarena.errors import ArgumentError, LayerOrderError
+from gpuarena.errors import ArgumentError, ArgumentTypeError, LayerOrderError, refuse_copy
 from gpuarena.kv._layer import KVLayer
 from gpuarena.kv.full import FullLayer
 from gpuarena.kv.group import LayerGroup
 from gpuarena.kv.growing import GrowingLayer, Records
 from gpuarena.kv.ring import RingLayer
-from gpuarena.kv.spec import LAYOUTS, KVSpec, SharedLayer, positive
+from gpuarena.kv.spec import LAYOUTS, KVSpec, SharedLayer, as_arena, as_spec, positive
 
 __all__ = ["KVCache", "SharedView"]
 
@@ -70,8 +71,8 @@ class KVCache(LayerGroup):
         super().__init__(batch=batch, max_tokens=max_tokens)
         if layout not in ("auto", *LAYOUTS):
             raise ArgumentError(f"layout {layout!r} is none of 'auto', {', '.join(map(repr, LAYOUTS))}")
-        self.arena = arena
-        self.spec = spec
+        self.arena = as_arena(arena)
+        self.spec = as_spec(spec)
         self.layout = layout if layout != "auto" else "token-major" if arena.grows else "head-major"
         self.rings = rings
         if rings and not arena.grows:
@@ -139,6 +140,8 @@ class KVCache(LayerGroup):
 
     def append(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
         """Write new tokens of one layer and return views of what a query may see; see `KVLayer.append`."""
+        if type(layer) is int and 0 <= layer < len(self._layers):
+            return self._layers[layer].append(keys, values)
         return self._any_layer(layer).append(keys, values)
 
     def read(self, layer: int, n_tokens: int = 1) -> tuple[Any, Any]:
@@ -273,6 +276,12 @@ class KVCache(LayerGroup):
             There is no such layer, or it has no slots of its own for all tokens.
         """
         held = _full(self._owned_layer(layer))
+        if getattr(positions, "ndim", None) != 1:
+            raise ArgumentTypeError(
+                "mask_at: positions must be a 1-D array of integers of the cache's library"
+            )
+        if not 0 <= n_slots <= self.max_tokens:
+            raise ArgumentError(f"mask_at: {n_slots} slots asked, there are {self.max_tokens}")
         return held._ops.mask_at(positions, n_slots, held.spec.window, held.spec.sinks)
 
     # -- files and copies -----------------------------------------------------------------------------------------
@@ -306,8 +315,8 @@ class KVCache(LayerGroup):
         metadata : mapping of str to str, optional
             Texts to keep in the file; `gpuarena.kv.state.read_state` gives them back.
         progress : callable, optional
-            Called with ``(done_nbytes, total_nbytes)`` as they grow, and once at the end with both alike. What it
-            raises ends the work.
+            Called with ``(done_nbytes, total_nbytes)`` as they grow, at the end with both alike. What it raises ends
+            the work.
 
         Raises
         ------
@@ -316,9 +325,9 @@ class KVCache(LayerGroup):
         ArgumentTypeError, ArgumentError, StaleRegionError, CaptureError, OSError
             Whatever is raised, a file that was there is as before, and no other is left behind.
         """
-        from gpuarena.kv.state import save_cache
+        from gpuarena.kv.state._rows import save_cache
 
-        save_cache(self, path, metadata=metadata, progress=progress)
+        save_cache(self, path, metadata, progress)
 
     @classmethod
     def load(
@@ -333,6 +342,8 @@ class KVCache(LayerGroup):
     ) -> KVCache:
         """Return a new cache on `arena`, on any device and of any library, that holds what `save` wrote.
 
+        To have it with ``rings=True`` or in another layout, make that cache and `restore` it.
+
         Parameters
         ----------
         path : str or path
@@ -346,53 +357,51 @@ class KVCache(LayerGroup):
 
         Raises
         ------
-        ArgumentError
-            It is no such file, or it is damaged; or it has other windows, sinks, storage or layers than `spec`. The
-            attributes `field`, `found` and `wanted` tell which, as for the next two.
-        DTypeError, ShapeError
-            It has other dtypes, heads or dims than `spec`; more rows than `batch`; or the arena lacks a dtype.
-        CapacityError
-            It has more tokens than `max_tokens`.
-        OutOfMemoryError
-            The cache does not fit the arena.
-        ArgumentTypeError, ArenaClosedError, CaptureError, OSError
+        StateError
+            It is no such file, or it is damaged; it has another spec than `spec`, more rows than `batch` or more
+            tokens than `max_tokens`. The attributes `field`, `found` and `wanted` tell which. A file has no checksum:
+            bytes of keys and values that were changed are not noticed.
+        OutOfMemoryError, DTypeError
+            The cache does not fit the arena, or the arena lacks a dtype.
+        BackendError
+            safetensors is not installed.
+        ArgumentError, ArgumentTypeError, ArenaClosedError, CaptureError, OSError
             Whatever is raised, the arena holds what it held before.
         """
-        from gpuarena.kv.state import load_cache
+        from gpuarena.kv.state._rows import load_cache
 
-        return load_cache(cls, path, arena, spec=spec, batch=batch, max_tokens=max_tokens, progress=progress)
+        return load_cache(cls, path, arena, spec, batch, max_tokens, progress)
 
     def restore(
         self, path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
     ) -> None:
         """Hold what `save` wrote instead of what is held; checkpoints die.
 
-        The file is read twice: at first to make sure that it is whole and fits, so that the cache is unchanged
-        otherwise. If the second time fails, by an error of the disk, an interrupt, or what `progress` raises, the
-        cache is empty.
+        All that the file says of itself is checked before the first byte is written. If reading the bytes then fails,
+        by an error of the disk, an interrupt, or what `progress` raises, the cache is empty.
 
         Parameters
         ----------
         path : str or path
         progress : callable, optional
-            As for `save`; the total counts both times.
+            As for `save`.
 
         Raises
         ------
-        ArgumentError, DTypeError, ShapeError, CapacityError
-            As `load`, of the spec and size of this cache. Unchanged on error.
-        StaleRegionError, CaptureError, ArgumentTypeError, OSError
-            Unchanged on error, unless reading fails the second time.
+        StateError
+            As for `load`, of the spec and size of this cache. Unchanged on error.
+        StaleRegionError, CaptureError, OutOfMemoryError, BackendError, ArgumentTypeError, OSError
+            Unchanged on error, unless reading the bytes fails.
         """
-        from gpuarena.kv.state import restore_cache
+        from gpuarena.kv.state._rows import restore_cache
 
-        restore_cache(self, path, progress=progress)
+        restore_cache(self, path, progress)
 
     def copy_to(self, arena: Arena, *, batch: int | None = None, max_tokens: int | None = None) -> KVCache:
         """Return a new cache on `arena`, on any device and of any library, that holds what this one does.
 
         Only filled tokens are copied, all or none; afterwards the two have nothing in common. Checkpoints stay
-        behind.
+        behind. Rings become rings again where `arena` grows, and windows that move their tokens elsewhere.
 
         Parameters
         ----------
@@ -402,14 +411,14 @@ class KVCache(LayerGroup):
 
         Raises
         ------
-        ShapeError, CapacityError
-            More rows or tokens are held than it is to have.
+        ArgumentError
+            More rows or tokens are held than it is to have; `field`, `found` and `wanted` tell which.
         OutOfMemoryError, DTypeError
             It does not fit the arena, or the arena lacks a dtype.
-        ArgumentError, ArgumentTypeError, StaleRegionError, ArenaClosedError, CaptureError
+        ArgumentTypeError, StaleRegionError, ArenaClosedError, CaptureError
             Whatever is raised, the arena holds what it held before.
         """
-        from gpuarena.kv.state import copy_cache
+        from gpuarena.kv.state._rows import copy_cache
 
         return copy_cache(self, arena, batch=batch, max_tokens=max_tokens)
 
@@ -418,19 +427,15 @@ class KVCache(LayerGroup):
 
         It lies behind this one, so an arena that grows commits all memory up to there: `copy_to` another one instead.
         """
-        from gpuarena.kv.state import copy_cache
+        from gpuarena.kv.state._rows import copy_cache
 
         return copy_cache(self, self.arena, layout=self.layout)
 
     def _any_layer(self, layer: int) -> KVLayer | SharedView:
-        try:
-            held = self._layers[layer]
-            if layer >= 0:
-                return held
-        except (IndexError, TypeError):
-            pass
+        if type(layer) is int and 0 <= layer < len(self._layers):
+            return self._layers[layer]
         self.spec.owner(layer)  # says what is wrong
-        raise AssertionError("a layer of the spec is a layer of the cache")
+        return self._layers[operator.index(layer)]
 
     def _owned_layer(self, layer: int) -> KVLayer:
         found = self._layers[self.spec.owner(layer)]
@@ -446,6 +451,9 @@ class SharedView:
     def __init__(self, source: KVLayer, index: int) -> None:
         self.source = source
         self.index = index
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
 
     def append(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Refuse.

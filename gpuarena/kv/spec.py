@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuarena import _bump
 from gpuarena.dtypes import DType, as_dtype
 from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError
+
+if TYPE_CHECKING:
+    from gpuarena.arena import Arena
 
 __all__ = ["BufferSpec", "KVSpec", "LayerSpec", "SharedLayer"]
 
@@ -18,16 +22,43 @@ LAYOUTS = ("head-major", "token-major")
 _PIECE_NBYTES = 4 << 20
 #: Alignment of the scratch, in bytes: of the widest element type (complex128), since rows of any type pass through.
 SCRATCH_ALIGNMENT = 16
+#: Largest count that is taken; sums of two stay 64-bit integers, which is what array libraries know.
+MOST = 2**62
 
 
 def positive(value: Any, what: str, *, least: int = 1) -> int:
     """Return `value` as an int of at least `least`, or raise `ArgumentTypeError` or `ArgumentError`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentTypeError(f"{what} must be an integer, not {type(value).__name__}")
-    number: int = value.__index__()
+    try:
+        if isinstance(value, bool) or "bool" in str(
+            getattr(value, "dtype", "")
+        ):  # which have an __index__, too
+            raise TypeError
+        number = operator.index(value)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # arrays of several numbers, or without data, raise any of these
+        raise ArgumentTypeError(f"{what} must be an integer, not {type(value).__name__}") from None
     if number < least:
         raise ArgumentError(f"{what} must be at least {least}, not {number}")
     return number
+
+
+def as_arena(value: Any) -> Arena:
+    """Return `value` if it is an `Arena`, or raise `ArgumentTypeError`."""
+    from gpuarena.arena import Arena
+
+    if not isinstance(value, Arena):
+        raise ArgumentTypeError(f"arena must be an Arena, not {type(value).__name__}")
+    return value
+
+
+def as_spec(value: Any) -> KVSpec:
+    """Return `value` if it is a `KVSpec`, or raise `ArgumentTypeError`."""
+    if not isinstance(value, KVSpec):
+        raise ArgumentTypeError(f"spec must be a KVSpec, not {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -92,6 +123,9 @@ class LayerSpec:
         for field in ("window", "slack"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, positive(getattr(self, field), field))
+        for field in ("window", "sinks", "slack"):
+            if (getattr(self, field) or 0) > MOST:
+                raise ArgumentError(f"{field} must be at most 2**62 tokens; window=None sees all of them")
         if self.window is None and (self.sinks or self.slack is not None):
             raise ArgumentError("sinks and slack belong to a layer with a window; give window=")
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
@@ -217,7 +251,10 @@ class KVSpec:
     layers: tuple[LayerSpec | SharedLayer, ...]
 
     def __init__(self, layers: Iterable[LayerSpec | SharedLayer]) -> None:
-        object.__setattr__(self, "layers", tuple(layers))
+        try:
+            object.__setattr__(self, "layers", tuple(layers))
+        except TypeError as error:
+            raise ArgumentTypeError(f"layers must be an iterable of LayerSpec: {error}") from None
         if not self.layers:
             raise ArgumentError("a KVSpec needs at least one layer")
         for number, layer in enumerate(self.layers):

@@ -81,7 +81,9 @@ class WindowLayer(KVLayer):
         """Move the tokens from `low` on to the front of the body."""
         source, n_kept = self._slot_of(low), self.length - low
         if n_kept > 0:
-            for plane in (self._k, self._v):
+            # A rollback may bring back more rows, which then must have been moved as well.
+            planes = [plane for _, plane in self.planes()] if self._common.marks else [self._k, self._v]
+            for plane in planes:
                 self._ops.move(plane, source, self.spec.sinks, n_kept)
         self._held_from = low
 

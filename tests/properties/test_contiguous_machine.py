@@ -24,7 +24,7 @@ from gpuarena.errors import (
     SequenceError,
     ShapeError,
 )
-from gpuarena.kv import contiguous
+from gpuarena.kv.contiguous import _layers
 from gpuarena.kv.contiguous import ContiguousKVCache
 from gpuarena.kv.spec import KVSpec, LayerSpec, SharedLayer
 
@@ -387,7 +387,7 @@ class ContiguousMachine(RuleBasedStateMachine):
 def test_the_cache_is_as_lists_of_tokens(backend, policy, n_staged, monkeypatch):
     if backend == "torch":
         pytest.importorskip("torch")
-    monkeypatch.setattr(contiguous, "_SCRATCH_TOKENS", n_staged)
+    monkeypatch.setattr(_layers, "_SCRATCH_TOKENS", n_staged)
     name = f"{backend}_{policy}_{n_staged}"
     machine = type(name, (ContiguousMachine,), {"backend": backend, "policy": policy})
     n_examples = max(

@@ -412,7 +412,7 @@ class LanesMachine(RuleBasedStateMachine):
                 for layer in _OWNED:
                     self.write(layer, [chunk], n, lanes=[lane])
                     if fails:
-                        raise KeyError
+                        raise KeyError("rotate")
                 assert self.cache.lengths[lane] == len(before[lane]) + n
                 self.high = max(self.high, *self.cache.lengths)
         except KeyError:
@@ -473,7 +473,7 @@ class LanesMachine(RuleBasedStateMachine):
             assert tuple(keys.shape) == (1, _LAYERS[layer].kv_heads, high - low, _LAYERS[layer].key_dim)
             keys += by
             if turn == "fail" and layer == _OWNED[-1]:
-                raise KeyError
+                raise KeyError("rotate")
 
         def call():
             self.cache.shift(lane, low, high, delta, rotate=False if turn == "no" else rotate)

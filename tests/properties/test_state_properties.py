@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-import zlib
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuarena import Arena, CheckpointError, as_dtype
-from gpuarena.errors import ArenaError, OutOfMemoryError
+from gpuarena.errors import ArenaError, OutOfMemoryError, StateError
 from gpuarena.kv import KVCache, KVSpec, LayerSpec, SharedLayer
 from gpuarena.kv.state import read_state
 
@@ -243,7 +242,7 @@ def test_a_file_brings_back_every_byte_and_the_cache_goes_on_as_if_nothing_had_b
     program, backend, more, path
 ):
     cache, model = build(program)
-    cache.save(path, metadata={"model": "tiny", "ü": '"crc32":"00000000"'})
+    cache.save(path, metadata={"model": "tiny", "ü": '"spec":[]'})
     saved = read_state(path)
     assert (saved.spec, saved.batch, saved.max_tokens, saved.rows) == (
         cache.spec,
@@ -251,7 +250,7 @@ def test_a_file_brings_back_every_byte_and_the_cache_goes_on_as_if_nothing_had_b
         cache.max_tokens,
         cache.rows,
     )
-    assert saved.metadata == {"model": "tiny", "ü": '"crc32":"00000000"'}
+    assert saved.metadata == {"model": "tiny", "ü": '"spec":[]'}
     assert saved.length == cache.length
     arena = Arena(_CAPACITY, backend=backend)
     loaded = KVCache.load(path, arena, max_tokens=cache.max_tokens + more, batch=cache.batch + more)
@@ -372,10 +371,10 @@ class FileKit:
 
     @contextmanager
     def unchanged_on_error(self):
-        """Pass typed errors, and see that neither the target nor an arena has changed."""
+        """Pass errors of files, and see that neither the target nor an arena has changed."""
         try:
             yield
-        except ArenaError:
+        except (StateError, OutOfMemoryError):  # the latter for sizes that no arena has
             assert all(arena.stats.used == 0 for arena in self.arenas)
             self.before.check(self.target)
             self.target.rollback(self.mark)  # its checkpoint lives
@@ -413,28 +412,32 @@ def kit(tmp_path_factory):
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_flipped_bytes_are_found(kit, data):
+def test_flipped_bytes_of_the_header_are_found_or_harmless(kit, data):
+    n_header = 8 + struct.unpack("<Q", kit.data[:8])[0]
     flips = data.draw(
-        st.lists(st.tuples(st.integers(0, len(kit.data) - 1), st.integers(1, 255)), min_size=1, max_size=3)
+        st.lists(st.tuples(st.integers(0, n_header - 1), st.integers(1, 255)), min_size=1, max_size=3)
     )
     changed = bytearray(kit.data)
     for place, bits in flips:
         changed[place] ^= bits
-    kit.try_out(bytes(changed))
+    kit.try_out(bytes(changed), is_equal=False)
 
 
-def test_every_flipped_byte_of_the_arrays_is_found(kit):
-    start = 8 + struct.unpack("<Q", kit.data[:8])[0]
-    for place in range(start, len(kit.data)):
-        changed = bytearray(kit.data)
-        changed[place] ^= 1 << (place % 8)
-        kit.path.write_bytes(changed)
-        with pytest.raises(ArenaError, match="damaged"):
-            KVCache.load(kit.path, kit.arena)
-        with pytest.raises(ArenaError, match="damaged"):
-            kit.target.restore(kit.path)
-    assert kit.arena.stats.used == 0
-    kit.before.check(kit.target)
+def test_a_flipped_byte_of_the_arrays_is_loaded_as_it_is(kit):
+    """There is no checksum, and nothing else that would notice."""
+    changed = bytearray(kit.data)
+    changed[-1] ^= 1  # of the narrowest tensor
+    kit.path.write_bytes(changed)
+    for cache in (KVCache.load(kit.path, kit.arena), KVCache.load(kit.path, kit.arenas[1])):
+        shown = [raw_of(array) for number, _ in kit.spec.owned for array in kit_arrays(cache, number)]
+        wanted = [array for number, _ in kit.spec.owned for array in kit.model.held(cache, number)]
+        assert sum(int((a != b).sum()) for a, b in zip(shown, wanted, strict=True)) == 1
+    for arena in kit.arenas:
+        arena.reset()
+
+
+def kit_arrays(cache, number):
+    return cache.layers[number].keys, cache.layers[number].values
 
 
 @settings(max_examples=60)
@@ -443,13 +446,16 @@ def test_truncated_and_prolonged_files_are_found(kit, data):
     n = data.draw(st.integers(0, len(kit.data) - 1))
     tail = data.draw(st.binary(max_size=40))
     for changed in (kit.data[:n], kit.data + tail + b"x", kit.data[:n] + tail):
-        if changed != kit.data:
+        if len(changed) != len(kit.data):
             kit.path.write_bytes(changed)
-            with pytest.raises(ArenaError):
-                KVCache.load(kit.path, kit.arena)
-            with pytest.raises(ArenaError):
+            for arena in kit.arenas:
+                with pytest.raises(StateError):
+                    KVCache.load(kit.path, arena)
+                assert arena.stats.used == 0
+            with pytest.raises(StateError):
                 kit.target.restore(kit.path)
     kit.before.check(kit.target)
+    kit.target.rollback(kit.mark)
 
 
 def taken_apart(data):
@@ -458,12 +464,7 @@ def taken_apart(data):
 
 
 def put_together(header, payload, **options):
-    """Return a file whose checksum is right, as the documentation says."""
-    metadata = header.get("__metadata__")
-    if isinstance(metadata, dict):
-        rest = {**header, "__metadata__": {k: v for k, v in metadata.items() if k != "crc32"}}
-        crc = zlib.crc32(payload, zlib.crc32(json.dumps(rest, sort_keys=True).encode()))
-        header = {**header, "__metadata__": {**rest["__metadata__"], "crc32": f"{crc:08x}"}}
+    """Return a file."""
     text = json.dumps(header, **options).encode()
     return struct.pack("<Q", len(text)) + text + payload
 

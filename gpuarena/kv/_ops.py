@@ -179,7 +179,7 @@ class TorchOps:
         v_buffer.index_copy_(2, positions, values)
 
     def is_compiling(self) -> bool:
-        return self._is_compiling()
+        return bool(self._is_compiling())
 
     def check_positions(self, positions: Any, n_new: int, n_slots: int) -> None:
         torch = self._torch

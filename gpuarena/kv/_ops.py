@@ -268,7 +268,7 @@ class TorchOps:
         if self._is_compiling():
             return False
         low, high = self._arena_range
-        return low <= keys.data_ptr() < high or low <= values.data_ptr() < high
+        return bool(low <= keys.data_ptr() < high or low <= values.data_ptr() < high)
 
     def apart(self, array: Any, buffer: Any) -> Any:
         first, low = array.data_ptr(), buffer.data_ptr()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpuarena.arena import Arena
-from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError, ShapeError
+from gpuarena.errors import ArgumentError, DTypeError, ShapeError
 from gpuarena.kv._ops import Ops
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec
 from gpuarena.region import Region
@@ -80,9 +80,7 @@ def first_seen(spec: LayerSpec, start: int) -> int:
     return 0 if spec.window is None or spec.sinks else max(0, start - spec.window + 1)
 
 
-def check_spec(spec: Any) -> None:
-    if not isinstance(spec, KVSpec):
-        raise ArgumentTypeError(f"spec must be a KVSpec, not {type(spec).__name__}")
+def check_spec(spec: KVSpec) -> None:
     for index, layer in spec.owned:
         for option, given in (("slack", layer.slack), ("storage", layer.storage)):
             if given is not None:

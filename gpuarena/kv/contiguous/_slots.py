@@ -164,8 +164,8 @@ class Slots(ABC):
                 f"the allocation at slot {start} has {allocation.length} slots, which cannot hold {n_tokens} tokens",
                 start=start,
             )
-        allocation.used = n_tokens
-        self._n_used += n_tokens - before
+        # One statement, so that an interrupt does not divide it.
+        self._n_used, allocation.used = self._n_used + n_tokens - before, n_tokens
 
     def free(self, start: int) -> None:
         """Give back the allocation at `start`; its slots join the free ones beside them.
@@ -260,6 +260,20 @@ class Slots(ABC):
         del self._live[start]
         self._freed.add(start)
         self._live[to] = allocation
+
+    def reserve(self, start: int, n: int) -> None:
+        """Take the slots of a request of `n` from `start` on, which are free: `allocate` gave them before.
+
+        >>> from gpuarena.kv.contiguous._free_list import FreeList
+        >>> slots = FreeList(16)
+        >>> slots.reserve(4, 6)
+        >>> slots.holes()
+        [(0, 4), (10, 6)]
+        """
+        length = self.length_for(n)
+        taken = self._take_at(start, length)
+        assert taken, "no two allocations overlap"
+        self._add(start, length, n)
 
     def occupancy(self) -> Occupancy:
         """Return the figures of this moment.

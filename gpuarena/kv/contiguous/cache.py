@@ -9,6 +9,7 @@ from typing import Any
 from gpuarena._bump import align_up
 from gpuarena.arena import Arena
 from gpuarena.errors import (
+    ArenaError,
     ArgumentError,
     ArgumentTypeError,
     CapacityError,
@@ -32,7 +33,7 @@ from gpuarena.kv.contiguous._layers import (
 )
 from gpuarena.kv.contiguous._slots import Occupancy, Slots
 from gpuarena.kv.contiguous.request import Piece, Request
-from gpuarena.kv.spec import KVSpec, positive
+from gpuarena.kv.spec import KVSpec, as_arena, as_spec, positive
 
 __all__ = ["ContiguousKVCache", "ContiguousStats"]
 
@@ -133,6 +134,7 @@ class ContiguousKVCache:
     def __init__(
         self, arena: Arena, spec: KVSpec, *, capacity_tokens: int, policy: str = "first_fit"
     ) -> None:
+        arena, spec = as_arena(arena), as_spec(spec)
         self.capacity_tokens = positive(capacity_tokens, "capacity_tokens")
         if not isinstance(policy, str):
             raise ArgumentTypeError(f"policy must be a str, not {type(policy).__name__}")
@@ -175,7 +177,7 @@ class ContiguousKVCache:
         >>> ContiguousKVCache.arena_nbytes(spec, capacity_tokens=8192) - spec.nbytes(batch=1, tokens=8192)
         262144
         """
-        check_spec(spec)
+        check_spec(as_spec(spec))
         alignment = max(alignment, scratch_alignment_of(spec))
         # Without slack, batch rows of tokens slots are slots alike.
         scratch = align_up(scratch_nbytes_of(spec, positive(capacity_tokens, "capacity_tokens")), alignment)
@@ -196,16 +198,20 @@ class ContiguousKVCache:
             `max_tokens` is no positive integer.
         """
         n = positive(max_tokens, "max_tokens")
+        piece = Piece(0, n)
         try:
-            start = self._slots.allocate(n)
+            piece.start = self._slots.allocate(n)
+            self._slots.use(piece.start, 0)
+            self._pieces[piece.start] = piece
+            self._n_requests += 1
+            self._high_water = max(self._high_water, self._slots.reserved_slots)
+            return Request(self, piece)
         except CapacityError as error:
             self._n_refused[error.cause] += 1
             raise self._explained(error, n) from None
-        self._slots.use(start, 0)
-        piece = self._pieces[start] = Piece(start, n)
-        self._n_requests += 1
-        self._high_water = max(self._high_water, self._slots.reserved_slots)
-        return Request(self, piece)
+        except BaseException:
+            self._end(piece, "request(), which was interrupted")
+            raise
 
     def would_fit(self, n_tokens: int) -> bool:
         """Return whether a request of `n_tokens` tokens would be served now."""
@@ -221,7 +227,8 @@ class ContiguousKVCache:
     def compact(self, *, for_tokens: int | None = None) -> int:
         """Move requests together, and return how many tokens were copied, in all layers each.
 
-        Views that were returned before then show other tokens.
+        Views that were returned before then show other tokens. An interrupt (Ctrl-C) inside of it may end the request
+        that is being moved, whose tokens are lost: then `Request.is_live` is false. The others keep theirs.
 
         Parameters
         ----------
@@ -288,14 +295,38 @@ class ContiguousKVCache:
     def _grow(self, piece: Piece, n: int) -> None:
         if n < piece.max_tokens:
             raise ArgumentError(f"grow({n}): the request has {piece.max_tokens} tokens reserved already")
-        self._slots.resize(piece.start, n)
-        piece.max_tokens = n
-        self._high_water = max(self._high_water, self._slots.reserved_slots)
+        try:
+            self._slots.resize(piece.start, n)
+            piece.max_tokens = n
+            self._high_water = max(self._high_water, self._slots.reserved_slots)
+        except ArenaError:
+            raise
+        except BaseException:
+            self._mend()
+            raise
 
     def _free(self, piece: Piece) -> None:
-        self._slots.free(piece.start)
-        del self._pieces[piece.start]
-        piece.ended_by = "free()"
+        try:
+            piece.ended_by = "free()"
+            del self._pieces[piece.start]
+            self._slots.free(piece.start)
+        except BaseException:
+            self._end(piece, "free()")
+            raise
+
+    def _end(self, piece: Piece, how: str) -> None:
+        """Take the slots of a request away, however much of it is there."""
+        piece.ended_by = how
+        self._pieces = {each.start: each for each in self._pieces.values() if each is not piece}
+        self._mend()
+
+    def _mend(self) -> None:
+        """Work out the free slots from the requests that there are, after an interrupt that left a change half done."""
+        slots = _POLICIES[self.policy](self.capacity_tokens)
+        for piece in self._pieces.values():
+            slots.reserve(piece.start, piece.max_tokens)
+            slots.use(piece.start, piece.held)
+        self._slots = slots
 
     # -- contents -----------------------------------------------------------------------------------------------
 
@@ -316,7 +347,7 @@ class ContiguousKVCache:
                 and values.shape == (1, heads, n_new, spec.value_dim)
                 and ops.agree(keys, values, own.dtypes)
             )
-        except (AttributeError, TypeError, ValueError):  # no array, or not four dimensions
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no array, or not four dimensions
             fine = False
         if not fine:
             check_arrays(own, ops, keys, values)
@@ -338,8 +369,9 @@ class ContiguousKVCache:
         if first:
             piece.held = stop
             self._slots.use(piece.start, stop)
-        piece.n_written += 1
-        if piece.n_written == len(self._owned):
+        if piece.n_written + 1 < len(self._owned):
+            piece.n_written += 1
+        else:  # one statement, so that an interrupt does not divide it
             piece.length, piece.n_written = stop, 0
         low = piece.start + first_seen(spec, start)
         return ops.tokens(k_buffer, low, piece.start + stop), ops.tokens(v_buffer, low, piece.start + stop)
@@ -399,12 +431,18 @@ class ContiguousKVCache:
             if region.nbytes
         ]
         for move in plan.moves:
-            for buffer, staging in jobs:
-                copy_tokens(self._ops, buffer, staging, move.start, move.to, move.n_tokens)
-            self._slots.move(move.start, move.to)
-            piece = self._pieces.pop(move.start)
-            piece.start = move.to
-            self._pieces[move.to] = piece
+            piece = self._pieces[move.start]
+            try:
+                for buffer, staging in jobs:
+                    copy_tokens(self._ops, buffer, staging, move.start, move.to, move.n_tokens)
+                self._slots.move(move.start, move.to)
+                del self._pieces[move.start]
+                piece.start = move.to
+                self._pieces[move.to] = piece
+            except BaseException:
+                # What was copied may lie where other tokens of it were: neither place holds all.
+                self._end(piece, "compact(), which was interrupted")
+                raise
         self._n_moved += len(plan.moves)
         self._n_copied += plan.n_tokens
         return plan.n_tokens

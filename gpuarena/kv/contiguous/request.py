@@ -25,9 +25,10 @@ class Piece:
         self.cut(0)
 
     def cut(self, n_tokens: int) -> None:
-        self.length = n_tokens  # tokens that every layer holds
-        self.held = n_tokens  # tokens that the layers hold which the present step has written
-        self.n_written = 0  # layers that the present step has written
+        # length: tokens that every layer holds
+        # held: tokens that the layers hold which the present step has written
+        # n_written: layers that the present step has written
+        self.length, self.held, self.n_written = n_tokens, n_tokens, 0
 
 
 class Request:
@@ -118,8 +119,12 @@ class Request:
         keep = positive(n_tokens, "n_tokens", least=0)
         if keep > piece.length:
             raise ArgumentError(f"truncate({keep}): the request holds only {piece.length} tokens")
-        piece.cut(keep)
-        self._cache._slots.use(piece.start, keep)
+        try:
+            piece.cut(keep)
+            self._cache._slots.use(piece.start, keep)
+        except BaseException:
+            self._cache._mend()
+            raise
 
     def grow(self, max_tokens: int) -> None:
         """Reserve more, in place.

@@ -178,7 +178,15 @@ class Core:
         """Write checked keys and values of ``[rows, kv_heads, n, dim]`` or ``[tokens, kv_heads, dim]``."""
         if slots.n_tokens == 0:  # a step of no sequences
             return
+        keys, values = self._apart(layer, keys), self._apart(layer, values)
         layer.write((self._flat(layer, slots, keys), self._flat(layer, slots, values)))
+
+    def _apart(self, layer: LayerPages, array: Any) -> Any:
+        """Return what is to be written, or a copy of it if it lies in the pages of the layer."""
+        if self.ops.may_be_in_arena(array):
+            for pool in layer.pools:
+                array = self._checks.apart(array, pool.array)
+        return array
 
     def _flat(self, layer: LayerPages, slots: TokenSlots, array: Any) -> tuple[Any, Any]:
         """Return where each row of `dim` elements goes, and the rows, without a copy where that can be."""
@@ -191,20 +199,11 @@ class Core:
         return slots.index(layer, None), array.swapaxes(1, 2).reshape(n_rows, array.shape[-1])
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
-        """Copy pages in all layers, in the order given; an interruption makes no difference to what is copied."""
-        done = 0
-        try:
-            while done < len(copies):
-                self._copy_page(copies[done])
-                done += 1
-        except BaseException:
-            for copy in copies[done:]:  # the page tables have changed already
-                self._copy_page(copy)
-            raise
-
-    def _copy_page(self, copy: PageCopy) -> None:
-        for layer in self.layers.values():
-            layer.copy_page(copy.source, copy.target, copy.n_tokens)
+        """Copy pages in all layers, in the order given; each leaves the list once it is copied."""
+        while copies:
+            for layer in self.layers.values():
+                layer.copy_page(copies[0].source, copies[0].target, copies[0].n_tokens)
+            del copies[0]
 
 
 def scratch_nbytes(spec: KVSpec, gather_tokens: int) -> int:

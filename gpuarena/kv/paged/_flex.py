@@ -11,6 +11,7 @@ from gpuarena.errors import ArgumentError
 from gpuarena.kv.paged._core import Core
 from gpuarena.kv.paged._read import check_query
 from gpuarena.kv.paged._sequence import Sequence
+from gpuarena.kv.paged._storage import LayerPages
 
 __all__ = ["flex_attend"]
 
@@ -22,23 +23,53 @@ def flex_attend(
     core: Core, layer: int, q: Any, sequences: list[Sequence], scale: float | None, kernel: Any
 ) -> torch.Tensor:
     """Return attention of the last tokens of `sequences`, which are checked; see `PagedKVCache.flex_attend`."""
-    pages = check_query(core, layer, q, sequences)
+    pages = check_query(core, layer, q, sequences, scale)
     if core.layout == "HND":
         raise ArgumentError("flex_attend needs the layout 'per-head' or 'NHD'; attend takes any")
     spec, n = pages.spec, q.shape[2]
     if not sequences:
         empty: torch.Tensor = q.new_empty((0, *q.shape[1:3], spec.value_dim))
         return empty
+    if kernel is None and len(sequences) > 1:
+        # One by one, since a weight of 0 does not hide a NaN that another sequence holds.
+        rows = [
+            flex_attend(core, layer, q[i : i + 1], [each], scale, None) for i, each in enumerate(sequences)
+        ]
+        return torch.cat(rows)
+    _clear_tails(core, pages, sequences)
     by_head = [
         side if core.layout == "per-head" else side.permute(2, 0, 1, 3) for side in (pages.keys, pages.values)
     ]
     keys, values = (side.flatten(1, 2)[None] for side in by_head)  # [1, kv_heads, slots, dim], views
+    if kernel is None:  # it reads all pages
+        values = values.where(_held(core, sequences)[:, None], 0)
     mask = _mask(core, sequences, n, spec.window, spec.sinks)
     call: Any = flex_attention if kernel is None else kernel
     out: torch.Tensor = call(
         q, keys, values, block_mask=mask, scale=scale, enable_gqa=q.shape[1] > spec.kv_heads
     )
     return out
+
+
+def _clear_tails(core: Core, layer: LayerPages, sequences: list[Sequence]) -> None:
+    """Put 0 in those slots of the last pages that hold no token, and may hold NaN, which a weight of 0 does not hide.
+
+    Scores of NaN do no harm, since the mask replaces them: so the values are enough.
+    """
+    pool, size = layer.pools[-1], core.pool.page_size
+    values = pool.by_head[-1]  # [kv_heads, pages, page_size, dim]
+    for sequence in sequences:
+        n_filled = core.pool.n_filled(sequence._pages)
+        if n_filled < size:
+            values[:, sequence.pages[-1], n_filled:].zero_()
+
+
+def _held(core: Core, sequences: list[Sequence]) -> torch.Tensor:
+    """Return which slots lie in pages of `sequences`, ``[slots]``."""
+    held = torch.zeros(core.pool.n_pages, core.pool.page_size, dtype=torch.bool)
+    for sequence in sequences:
+        held[list(sequence.pages)] = True
+    return held.flatten().to(core.arena.device)
 
 
 def _mask(core: Core, sequences: list[Sequence], n: int, window: int | None, sinks: int) -> BlockMask:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gpuarena.errors import DeviceMismatchError, DTypeError, ShapeError
+from gpuarena.errors import ArgumentTypeError, DeviceMismatchError, DTypeError, ShapeError
 
 __all__ = ["PageOps", "page_ops_for"]
 
@@ -36,8 +36,11 @@ class PageOps(Protocol):
     def is_contiguous(self, array: Any) -> bool:
         """Return whether the elements are one run in C order."""
 
+    def may_be_in_arena(self, array: Any) -> bool:
+        """Return whether an array may lie in the memory of the arena; cheap."""
+
     def scatter(self, rows: Any, index: Any, source: Any) -> None:
-        """Write ``source[i]`` to ``rows[index[i]]``; both are ``[n, dim]``."""
+        """Write ``source[i]`` to ``rows[index[i]]``; both are ``[n, dim]`` and do not overlap."""
 
     def copy(self, target: Any, source: Any) -> None:
         """Write `source` to `target`, which has its shape and does not overlap it."""
@@ -64,11 +67,12 @@ class PageOps(Protocol):
 class TorchPageOps:
     """PyTorch."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, arena: Any) -> None:
         import torch
 
         self._torch = torch
-        self._device = torch.device(device)
+        self._device = torch.device(arena.device)
+        self._low, self._high = arena.address, arena.address + arena.capacity
 
     def normal_mode(self) -> AbstractContextManager[Any]:
         return self._torch.inference_mode(False)
@@ -82,6 +86,8 @@ class TorchPageOps:
         if not isinstance(out, self._torch.Tensor) or out.device != self._device:
             raise DeviceMismatchError(f"{what}: out must be a tensor on {self._device}")
         wanted = self._torch.from_numpy(numbers).dtype
+        if out.layout is not self._torch.strided:
+            raise ArgumentTypeError(f"{what}: out is {out.layout}; the table is written to a dense tensor")
         if out.dtype != wanted:
             raise DTypeError(f"{what}: out is {out.dtype}, the table is {wanted}", dtype=out.dtype)
         _check_room(numbers.shape, tuple(out.shape), what)
@@ -109,12 +115,11 @@ class TorchPageOps:
         contiguous: bool = array.is_contiguous()
         return contiguous
 
+    def may_be_in_arena(self, array: Any) -> bool:
+        return bool(self._low <= array.data_ptr() < self._high)
+
     def scatter(self, rows: Any, index: Any, source: Any) -> None:
-        source = self.movable(source.detach() if source.requires_grad else source)
-        try:
-            rows.index_copy_(0, index, source)
-        except RuntimeError:  # it takes nothing that lies in the pages themselves
-            rows.index_copy_(0, index, source.clone())
+        rows.index_copy_(0, index, self.movable(source.detach() if source.requires_grad else source))
 
     def copy(self, target: Any, source: Any) -> None:
         target.copy_(source)
@@ -124,7 +129,7 @@ class TorchPageOps:
 
     def host_bytes(self, nbytes: int) -> Any:
         with self._torch.inference_mode(False):
-            return self._torch.empty(nbytes, dtype=self._torch.uint8)
+            return self._torch.empty(nbytes, dtype=self._torch.uint8, device="cpu")
 
     def bytes_of(self, region: Any) -> Any:
         return region.as_torch()
@@ -183,6 +188,9 @@ class ArrayPageOps:
     def is_contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)
 
+    def may_be_in_arena(self, array: Any) -> bool:
+        return True
+
     def scatter(self, rows: Any, index: Any, source: Any) -> None:
         rows[index] = source
 
@@ -211,7 +219,7 @@ class ArrayPageOps:
 
 def page_ops_for(arena: Any) -> PageOps:
     """Return the operations for an arena's backend."""
-    return TorchPageOps(arena.device) if arena.backend == "torch" else ArrayPageOps(arena.backend)
+    return TorchPageOps(arena) if arena.backend == "torch" else ArrayPageOps(arena.backend)
 
 
 def _check_room(shape: tuple[int, ...], room: tuple[int, ...], what: str) -> None:

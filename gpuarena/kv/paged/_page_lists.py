@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuarena.errors import ArgumentError, NotCopyableError, SequenceError
-from gpuarena.kv.paged._prefixes import Prefix, as_token_ids, split
+from gpuarena.kv.paged._prefixes import Prefix, Tokens, as_token_ids, split
 from gpuarena.kv.spec import positive
 
 if TYPE_CHECKING:
@@ -85,6 +85,11 @@ class PageList:
         """Its pages, ``ceil(length / page_size)`` of them; none once freed."""
         return tuple(self._pages)
 
+    @property
+    def n_pages(self) -> int:
+        """How many pages it has."""
+        return len(self._pages)
+
     def append(self, n_tokens: int) -> Append:
         """Make room for `n_tokens` more tokens, all or none; 0 changes nothing.
 
@@ -102,6 +107,10 @@ class PageList:
         CapacityError
             Too few pages are free or cached. Nothing was changed; `used`, `requested`, `available`, `missing` and
             `capacity` count pages.
+
+        Notes
+        -----
+        Who calls this takes a change back that was interrupted: `PagePool.restore`.
         """
         self._check()
         n_tokens = positive(n_tokens, "n_tokens", least=0)
@@ -145,9 +154,7 @@ class PageList:
         if keep < self._length:
             self.pool.version += 1
         n_kept = -(-keep // self.pool.page_size)
-        while len(self._pages) > n_kept:
-            self.pool._states.release(self._pages.pop())
-        self._length = keep
+        self._give_back(self._pages[:n_kept], keep)
 
     def fork(self) -> PageList:
         """Return a sequence of the same tokens that shares all pages; it takes none.
@@ -158,9 +165,13 @@ class PageList:
             The sequence is freed.
         """
         self._check()
-        for page in self._pages:
-            self.pool._states.hold(page)
-        return PageList(self.pool, self.salt, list(self._pages), self._length)
+        try:
+            for page in self._pages:
+                self.pool._states.hold(page)
+            return PageList(self.pool, self.salt, list(self._pages), self._length)
+        except BaseException:
+            self.pool.rebuild()
+            raise
 
     def free(self) -> None:
         """Give all pages back; the sequence cannot be used any more.
@@ -170,32 +181,57 @@ class PageList:
         SequenceError
             It was freed before.
         """
-        self.truncate(0)
-        self._is_live = False
-        del self.pool._sequences[self]
+        self._check()
+        self.pool.version += 1
+        try:
+            gone = self._end()
+            while gone:
+                self.pool._states.release(gone.pop())
+        except BaseException:
+            self._end()
+            self.pool.rebuild()
+            raise
+
+    def _end(self) -> list[int]:
+        self.pool._sequences.pop(self, None)
+        gone, self._pages, self._length, self._is_live = self._pages, [], 0, False
+        return gone
 
     @property
     def is_aside(self) -> bool:
         """Whether it holds tokens for which it has no pages, since `put_aside`."""
         return self._length > 0 and not self._pages
 
-    def put_aside(self) -> list[Prefix | None]:
+    @property
+    def published(self) -> list[Prefix | None]:
+        """What each page was published as, None for one that is not."""
+        return [self.pool._states.index.of(page) for page in self._pages]
+
+    def put_aside(self) -> None:
         """Give all pages back and stay alive with `length` tokens, which `take_back` finds pages for.
 
-        Returns what each page was published as. The caller keeps what the pages hold.
+        The caller keeps what the pages hold, and what they were `published` as.
         """
         self._check()
-        states = self.pool._states
-        published = [states.index.of(page) for page in self._pages]
         self.pool.version += 1
-        while self._pages:
-            states.release(self._pages.pop())
-        return published
+        self._give_back([], self._length)
+
+    def _give_back(self, kept: list[int], length: int) -> None:
+        """Keep the first pages and release the others, the last one first."""
+        gone = self._pages[len(kept) :]
+        try:
+            self._pages, self._length = kept, length
+            while gone:
+                self.pool._states.release(gone.pop())
+        except BaseException:
+            self.pool.rebuild()
+            raise
 
     def take_back(self, published: list[Prefix | None]) -> list[int]:
         """Take as many pages as `put_aside` gave back, and return the indices of those that have to be filled.
 
-        A page that is still published, as it was then, holds what it held.
+        A page that is still published, as it was then, holds what it held. Who calls this takes a change back that
+        was interrupted, as of `append`.
 
         Raises
         ------
@@ -239,7 +275,7 @@ class PageList:
             The sequence is freed.
         """
         self._check()
-        pool, states, index = self.pool, self.pool._states, self.pool._states.index
+        pool, index = self.pool, self.pool._states.index
         tokens = as_token_ids(token_ids)
         if len(tokens) > self._length:
             raise ArgumentError(
@@ -255,6 +291,15 @@ class PageList:
                     f"publish: page {self._pages[number]}, the {number}th of the sequence, was published with "
                     f"other token ids; give those of the sequence from its first token on"
                 )
+        try:
+            return self._publish(contents, chain)
+        except BaseException:
+            pool.rebuild()
+            raise
+
+    def _publish(self, contents: list[Tokens], chain: list[Prefix]) -> Publication:
+        """Publish pages of these contents, of which those of `chain` are published already."""
+        pool, states, index = self.pool, self.pool._states, self.pool._states.index
         exchanged: list[tuple[int, int]] = []
         for number, content in enumerate(contents):
             mine = self._pages[number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from gpuarena.kv.paged._prefixes import PrefixIndex
 
@@ -92,3 +93,31 @@ class PageStates:
         self.index = PrefixIndex()
         self._free.extend(reversed(self._cached))  # the longest unused goes first
         self._cached.clear()
+
+    def rebuild(self, held: Iterable[list[int]]) -> None:
+        """Work everything out from the pages that sequences hold, after an interrupt that left a change half done.
+
+        >>> states = PageStates(3)
+        >>> lost = states.take(), states.take()
+        >>> states.rebuild([[1]])
+        >>> states.count(0), states.count(1), states.available
+        (0, 1, 2)
+        """
+        self.index.mend()
+        counts = [0] * self.n_pages
+        for pages in held:
+            for page in pages:
+                counts[page] += 1
+        unused: list[int] = []
+        cached: list[tuple[int, int]] = []
+        # As they were, then those that were lost.
+        for page in dict.fromkeys((*self._free, *self._cached, *range(self.n_pages - 1, -1, -1))):
+            node = self.index.of(page)
+            if counts[page] == 0 and node is None:
+                unused.append(page)
+            elif counts[page] == 0 and node is not None:
+                cached.append((-node.depth, page))
+        # Which of those that were lost was used when is not known. No page goes before those behind it.
+        cached.sort(key=lambda entry: entry[0])
+        self._counts, self._free = counts, unused
+        self._cached = OrderedDict.fromkeys(page for _, page in cached)

@@ -133,10 +133,14 @@ class PagePool:
         contents = split(tokens, self.page_size, (len(tokens) - 1) // self.page_size)
         chain = self._states.index.walk(_hashable(salt), contents)
         pages = [node.page for node in chain]
-        for page in pages:
-            self._states.hold(page)
-        self._n_hit += len(pages)
-        return PageList(self, salt, pages, len(pages) * self.page_size)
+        try:
+            for page in pages:
+                self._states.hold(page)
+            self._n_hit += len(pages)
+            return PageList(self, salt, pages, len(pages) * self.page_size)
+        except BaseException:
+            self.rebuild()
+            raise
 
     def needed(self, n_tokens: int, sequence: PageList | None = None) -> int:
         """Return how many pages must be available for ``sequence.append(n_tokens)``, or for a new sequence.
@@ -214,7 +218,51 @@ class PagePool:
 
     def forget_prefixes(self) -> None:
         """Let `match` find none of the pages published so far; cached pages become free."""
-        self._states.forget()
+        try:
+            self._states.forget()
+        except BaseException:
+            self.rebuild()
+            raise
+
+    def restore(self, before: Iterable[tuple[PageList, tuple[int, ...], int]]) -> None:
+        """Let sequences hold the pages and the number of tokens that they had, after calls that were interrupted.
+
+        What those pages held must be there still.
+        """
+        for sequence, pages, length in before:
+            sequence._pages, sequence._length = list(pages), length
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Work out which pages are free from those that sequences hold; takes time in the number of pages.
+
+        An interrupt (Ctrl-C) may come between any two lines. Whatever it leaves half done, the lists of pages are
+        the truth: each of them changes in one statement.
+        """
+        self.version += 1
+        self._states.rebuild(sequence._pages for sequence in self._sequences)
+
+    def n_filled(self, sequence: PageList) -> int:
+        """Return how many slots of the last page of `sequence` hold a token, of whichever sequence.
+
+        >>> pool = PagePool(n_pages=8, page_size=4)
+        >>> a = pool.sequence()
+        >>> _ = a.append(7)
+        >>> b = a.fork()
+        >>> b.truncate(5)
+        >>> pool.n_filled(b)
+        3
+        """
+        place, page = len(sequence._pages) - 1, sequence._pages[-1]
+        if self._states.index.of(page) is not None:
+            return self.page_size
+        # Those that share a page share what lies before it, so it has the same place in each.
+        ends = [
+            other.length - place * self.page_size
+            for other in (self._sequences if self._states.is_shared(page) else (sequence,))
+            if other._pages[place : place + 1] == [page]
+        ]
+        return min(self.page_size, max(ends))
 
     def capacity_error(self, what: str, needed: int) -> CapacityError:
         """Return the error for `what`, which needs `needed` pages, more than are available."""

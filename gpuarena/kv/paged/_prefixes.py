@@ -20,11 +20,12 @@ Tokens = tuple[int, ...]
 class Prefix:
     """One published page: `tokens` are its own, those before it are its parent's."""
 
-    __slots__ = ("children", "page", "parent", "salt", "tokens")
+    __slots__ = ("children", "depth", "page", "parent", "salt", "tokens")
 
     def __init__(self, salt: Hashable, parent: Prefix | None, page: int, tokens: Tokens) -> None:
         self.salt = salt
         self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1  # pages before it
         self.page = page
         self.tokens = tokens
         self.children: dict[Tokens, Prefix] = {}
@@ -82,6 +83,20 @@ class PrefixIndex:
         del self._roots[node.salt][node.tokens]
         if not self._roots[node.salt]:
             del self._roots[node.salt]
+
+    def mend(self) -> None:
+        """Drop what an interrupted `remove` has left in the tree."""
+        for salt, first in list(self._roots.items()):
+            levels = [first]
+            while levels:
+                siblings = levels.pop()
+                for tokens, node in list(siblings.items()):
+                    if self.of(node.page) is node:
+                        levels.append(node.children)
+                    else:
+                        del siblings[tokens]
+            if not first:
+                del self._roots[salt]
 
 
 def as_token_ids(token_ids: Iterable[int]) -> Tokens:

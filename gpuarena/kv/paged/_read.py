@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuarena.errors import ArgumentError, DTypeError, ShapeError
+from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError, ShapeError
 from gpuarena.kv.paged._core import Core
 from gpuarena.kv.paged._sequence import Sequence
 from gpuarena.kv.paged._storage import LayerPages
@@ -12,9 +12,10 @@ from gpuarena.kv.paged._storage import LayerPages
 __all__ = ["attend", "check_query"]
 
 
-def check_query(core: Core, layer: int, q: Any, sequences: list[Sequence]) -> LayerPages:
+def check_query(core: Core, layer: int, q: Any, sequences: list[Sequence], scale: float | None) -> LayerPages:
     """Return the pages of the layer that `layer` reads, or raise what `PagedKVCache.attend` raises."""
     core.check_live()
+    _check_scale(scale)
     if core.arena.backend != "torch":
         raise ArgumentError(
             f"attention here is torch's, it needs a torch arena, not one of {core.arena.backend}"
@@ -48,9 +49,20 @@ def check_query(core: Core, layer: int, q: Any, sequences: list[Sequence]) -> La
     return pages
 
 
+def _check_scale(scale: Any) -> None:
+    if scale is None:
+        return
+    try:
+        if isinstance(scale, bool) or not hasattr(scale, "__float__"):
+            raise TypeError
+        float(scale)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ArgumentTypeError(f"scale must be a number or None, not {type(scale).__name__}") from None
+
+
 def attend(core: Core, layer: int, q: Any, sequences: list[Sequence], scale: float | None) -> Any:
     """Return attention of the last tokens of `sequences`, which are checked."""
-    pages = check_query(core, layer, q, sequences)
+    pages = check_query(core, layer, q, sequences, scale)
     if core.gatherer is None:
         raise ArgumentError(
             "attend gathers into scratch, of which there is none: make the cache with gather_tokens of the longest "

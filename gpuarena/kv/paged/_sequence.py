@@ -18,7 +18,9 @@ from gpuarena.errors import (
     refuse_copy,
 )
 from gpuarena.kv.paged._core import Core, TokenSlots
+from gpuarena.kv.paged._growth import Growth
 from gpuarena.kv.paged._page_lists import PageList
+from gpuarena.kv.paged._storage import LayerPages
 from gpuarena.kv.paged._swap import Swapped, swap_in, swap_out
 from gpuarena.kv.spec import positive
 
@@ -51,7 +53,7 @@ class _Append:
         self.start = start
         self.n_tokens = n_tokens
         self.slots = slots
-        self.n_done = 0  # layers
+        self.n_done = 1  # layers
 
 
 class Sequence:
@@ -81,14 +83,14 @@ class Sequence:
         self._pages = pages
         self._step: Any = None  # the open Step it takes part in
         self._append: _Append | None = None
-        self._swapped: Swapped | None = None
+        self._swapped: Swapped | None = None  # counts while it has no pages
         self._marks: list[tuple[int, int]] = []  # (n_tokens, serial), ascending: the checkpoints that live
         self._serial = 0
 
     def __repr__(self) -> str:
         if not self.is_live:
             return "<sequence, freed>"
-        where = "swapped out" if self._swapped is not None else f"pages {list(self.pages)}"
+        where = "swapped out" if self.is_swapped_out else f"pages {list(self.pages)}"
         return f"<sequence of {self.length} tokens, {where}>"
 
     def __reduce__(self) -> Any:
@@ -104,7 +106,7 @@ class Sequence:
     @property
     def is_swapped_out(self) -> bool:
         """Whether its keys and values are on the host."""
-        return self.is_live and self._swapped is not None
+        return self.is_live and self._swapped is not None and not self._pages.n_pages
 
     @property
     def length(self) -> int:
@@ -185,25 +187,32 @@ class Sequence:
         if n_tokens == 0:
             raise ArgumentError(f"{who}: keys are {list(shape)}, which are no tokens")
         if under_way is None:
-            done = self._pages.append(n_tokens)
-            try:
-                core.copy_pages([] if done.copy is None else [done.copy])
-                slots = TokenSlots(core, [(self._pages, done.start, done.stop)])
-                under_way = _Append(done.start, n_tokens, slots)
-                core.write(pages, slots, keys, values)
-            except BaseException:
-                self._pages.truncate(done.start)
-                raise
-            self._append = under_way
-        elif n_tokens != under_way.n_tokens:
+            self._begin(pages, n_tokens, keys, values)
+            return
+        if n_tokens != under_way.n_tokens:
             raise ShapeError(
                 f"{who}: {n_tokens} tokens given, layer {core.owned[0]} got {under_way.n_tokens}", shape=shape
             )
+        core.write(pages, under_way.slots, keys, values)
+        if under_way.n_done + 1 < len(core.owned):
+            under_way.n_done += 1
         else:
-            core.write(pages, under_way.slots, keys, values)
-        under_way.n_done += 1
-        if under_way.n_done == len(core.owned):
             self._append = None
+
+    def _begin(self, pages: LayerPages, n_tokens: int, keys: Any, values: Any) -> None:
+        """Take pages for new tokens and write the first layer."""
+        core, start = self._core, self.length
+        growth = Growth(core, [(self._pages, n_tokens)])
+        try:
+            growth.make()
+            slots = TokenSlots(core, [(self._pages, start, start + n_tokens)])
+            core.write(pages, slots, keys, values)
+            if len(core.owned) > 1:
+                self._append = _Append(start, n_tokens, slots)
+        except BaseException:
+            growth.undo()
+            self._append = None
+            raise
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens, 0 to `length`, and give back the pages behind them.
@@ -223,9 +232,7 @@ class Sequence:
         if self._append is not None and self._append.start < keep <= self.length:
             self._check_complete("truncate")
         self._pages.truncate(keep)
-        self._append = None
-        while self._marks and self._marks[-1][0] > keep:
-            self._marks.pop()
+        self._settle()
 
     def fork(self, n: int | None = None) -> Any:
         """Return a sequence of the same tokens, or a list of `n`; O(pages), no page is taken or copied.
@@ -351,8 +358,10 @@ class Sequence:
         self._check()
         self._check_idle("swap_out")
         self._core.check_live()
-        self._swapped = swap_out(self._core, self._pages, arena)
-        return self._swapped.nbytes
+        swapped = swap_out(self._core, self._pages, arena)
+        self._swapped = swapped
+        self._pages.put_aside()
+        return swapped.nbytes
 
     def swap_in(self) -> None:
         """Move the keys and values back, possibly to other pages. Pages that are still published are shared again.
@@ -367,7 +376,7 @@ class Sequence:
             The arena that holds the copy was rolled back. Unchanged on error.
         """
         self._pages._check()
-        if self._swapped is None:
+        if self._swapped is None or not self.is_swapped_out:
             raise SequenceError("swap_in: the sequence is not swapped out")
         self._core.check_live()
         swap_in(self._core, self._pages, self._swapped)
@@ -377,8 +386,20 @@ class Sequence:
 
     def _check(self) -> None:
         self._pages._check()
-        if self._swapped is not None:
+        if self._swapped is None and self._append is None and not self._marks:
+            return
+        if self.is_swapped_out:
             raise SequenceError("this sequence is swapped out; swap_in() brings it back")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Forget what went with tokens that are gone, or with pages that came back; also after an interrupt."""
+        if self._pages.n_pages:
+            self._swapped = None
+        if self._append is not None and self.length != self._append.start + self._append.n_tokens:
+            self._append = None
+        while self._marks and self._marks[-1][0] > self.length:
+            self._marks.pop()
 
     def _check_no_step(self, action: str) -> None:
         if self._step is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gpuarena.errors import LayerOrderError, SequenceError, ShapeError, refuse_copy
 from gpuarena.kv.paged._core import Core, TokenSlots
+from gpuarena.kv.paged._growth import Growth
 from gpuarena.kv.paged._read import attend
 from gpuarena.kv.paged._sequence import Sequence
 from gpuarena.kv.spec import positive
@@ -18,10 +19,14 @@ class Step:
     """What ``cache.step(sequences, n_tokens)`` returns: on entry the sequences grow, each layer is written once.
 
     Leaving it with an exception takes the new tokens back from all sequences, and so does leaving it before every
-    layer that owns keys and values was written, which raises `LayerOrderError`.
+    layer that owns keys and values was written, which raises `LayerOrderError`. Once it was left, leaving it again does
+    nothing.
+
+    An interrupt (Ctrl-C) that comes in the very moment of leaving may leave it open; then leave it once more:
+    ``step.__exit__(None, None, None)``.
     """
 
-    __slots__ = ("_batch", "_core", "_n", "_slots", "_state", "_written", "n_tokens", "sequences", "starts")
+    __slots__ = ("_core", "_growth", "_n", "_slots", "_state", "_written", "n_tokens", "sequences", "starts")
 
     def __init__(self, core: Core, sequences: list[Sequence], n_tokens: Any) -> None:
         n_dims: int = getattr(n_tokens, "ndim", 1)  # an array of no dimensions has __iter__ too
@@ -43,6 +48,7 @@ class Step:
         self._state = "new"
         self._written: set[int] = set()
         self._slots: TokenSlots | None = None
+        self._growth: Growth | None = None
 
     def __repr__(self) -> str:
         return f"<step of {sum(self.n_tokens)} tokens of {len(self.sequences)} sequences, {self._state}>"
@@ -58,32 +64,39 @@ class Step:
         for sequence in self.sequences:
             core.check_sequence(sequence)
             sequence._check_idle("step")
-        appends = core.pool.append_all(
-            [(sequence._pages, n) for sequence, n in zip(self.sequences, self.n_tokens, strict=True)]
+        self._growth = growth = Growth(
+            core, [(sequence._pages, n) for sequence, n in zip(self.sequences, self.n_tokens, strict=True)]
         )
-        self.starts = tuple(append.start for append in appends)
         try:
-            core.copy_pages([append.copy for append in appends if append.copy is not None])
+            growth.make()
+            self.starts = growth.starts
             self._slots = TokenSlots(core, self.ranges())
+            for sequence in self.sequences:
+                sequence._step = self
+            core.open_steps.add(self)
+            self._state = "open"
+            return self
         except BaseException:
-            self._take_back()
+            growth.undo()
+            self._release("new")
             raise
-        for sequence in self.sequences:
-            sequence._step = self
-        core.open_steps.add(self)
-        self._state = "open"
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        for sequence in self.sequences:
-            sequence._step = None
-        self._core.open_steps.discard(self)
-        self._state = "closed"
-        missing = self._unwritten()
-        if missing or exc is not None:
-            self._take_back()
+        if self._growth is None or self._state == "new":
+            raise SequenceError("this step was not entered; use it in a with block")
+        if self._state == "closed":
+            return
+        try:
+            missing = self._unwritten()
+            if missing or exc is not None:
+                self._growth.undo()
+            self._release("closed")
+        except BaseException:
+            self._growth.undo()
+            self._release("closed")
+            raise
         if missing and exc is None:
             raise LayerOrderError(
                 f"the step was left before layers {', '.join(map(str, missing))} were written; the new tokens of all "
@@ -91,9 +104,13 @@ class Step:
                 layer=missing[0],
             )
 
-    def _take_back(self) -> None:
-        for sequence, start in zip(self.sequences, self.starts, strict=True):
-            sequence._pages.truncate(start)
+    def _release(self, state: str) -> None:
+        """Let the sequences be used otherwise."""
+        for sequence in self.sequences:
+            if sequence._step is self:
+                sequence._step = None
+        self._core.open_steps.discard(self)
+        self._state = state
 
     def _unwritten(self) -> list[int]:
         return [number for number in self._core.owned if number not in self._written]

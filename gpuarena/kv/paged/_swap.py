@@ -32,7 +32,7 @@ class Swapped:
 
 
 def swap_out(core: Core, pages: PageList, arena: Any) -> Swapped:
-    """Copy the pages to the host, then give them back; all or nothing."""
+    """Copy the pages to the host. They are to be put aside then."""
     numbers = pages.pages
     nbytes = sum(align_up(_nbytes(pool, len(numbers)), SCRATCH_ALIGNMENT) for pool in _pools(core))
     region = start = None
@@ -49,25 +49,27 @@ def swap_out(core: Core, pages: PageList, arena: Any) -> Swapped:
         for pool, view in _views(core, host, len(numbers)):
             for index, page in enumerate(numbers):
                 core.ops.to_host(view[:, :, index], pool.by_head[:, :, page])
+        return Swapped(host, region, nbytes, pages.published)
     except BaseException:
         if start is not None:
             arena.rollback(start)
         raise
-    return Swapped(host, region, nbytes, pages.put_aside())
 
 
 def swap_in(core: Core, pages: PageList, swapped: Swapped) -> None:
     """Take pages and fill those that do not hold their contents still; all or nothing."""
     if swapped.region is not None:
         swapped.region._check()
-    to_fill = pages.take_back(swapped.published)
-    numbers = pages.pages
+    version, length = core.pool.version, pages.length
     try:
+        to_fill = pages.take_back(swapped.published)
+        numbers = pages.pages
         for pool, view in _views(core, swapped.host, swapped.n_pages):
             for index in to_fill:
                 core.ops.from_host(pool.by_head[:, :, numbers[index]], view[:, :, index])
     except BaseException:
-        pages.put_aside()
+        if core.pool.version != version:
+            core.pool.restore([(pages, (), length)])
         raise
 
 

@@ -41,7 +41,8 @@ def flashinfer_tables(core: Core, sequences: Any, out: FlashInferTables | None) 
     found = core.check_sequences(sequences)
     tables = _page_tables.csr_tables([sequence._pages for sequence in found])
     numbers = (tables.indptr, tables.indices, tables.last_page_len)
-    return FlashInferTables(*_arrays(core, "flashinfer_tables", numbers, out or (None,) * 3, np.int32))
+    outs = _check_outs("flashinfer_tables", out, FlashInferTables)
+    return FlashInferTables(*_arrays(core, "flashinfer_tables", numbers, outs, np.int32))
 
 
 def block_table(core: Core, sequences: Any, width: int | None, out: BlockTable | None) -> BlockTable:
@@ -57,10 +58,19 @@ def block_table(core: Core, sequences: Any, width: int | None, out: BlockTable |
             needed=needed,
             width=columns,
         )
-    table = np.zeros((len(rows), columns), np.int32)
+    try:
+        table = np.zeros((len(rows), columns), np.int32)
+    except (MemoryError, ValueError):
+        raise ShapeError(
+            f"block_table: {len(rows)} rows of {columns} pages do not fit in memory; the cache has {core.pool.n_pages} "
+            f"pages, a row needs no more",
+            needed=needed,
+            width=columns,
+        ) from None
     table[:, :needed] = np.array(rows, np.int32).reshape(len(rows), needed)
     lengths = [sequence.length for sequence in found]
-    return BlockTable(*_arrays(core, "block_table", (table, lengths), out or (None,) * 2, np.int32))
+    outs = _check_outs("block_table", out, BlockTable)
+    return BlockTable(*_arrays(core, "block_table", (table, lengths), outs, np.int32))
 
 
 def slot_mapping(core: Core, of: Any, out: Any) -> Any:
@@ -72,17 +82,27 @@ def slot_mapping(core: Core, of: Any, out: Any) -> Any:
         of._check_open()
         ranges = of.ranges()
     else:
-        for entry in of:
-            try:
-                sequence, start, stop = entry
-            except (TypeError, ValueError):
-                raise ArgumentTypeError(
-                    "slot_mapping takes a step, or a list of (sequence, start, stop)"
-                ) from None
+        try:
+            entries = [(sequence, start, stop) for sequence, start, stop in of]
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(
+                "slot_mapping takes a step, or a list of (sequence, start, stop)"
+            ) from None
+        for sequence, start, stop in entries:
             core.check_sequence(sequence)
             ranges.append((sequence._pages, start, stop))
     (slots,) = _arrays(core, "slot_mapping", (_page_tables.slot_mapping(ranges),), (out,), np.int64)
     return slots
+
+
+def _check_outs(what: str, out: Any, kind: Any) -> tuple[Any, ...]:
+    """Return the tables of `out`, of which each may be None."""
+    n_tables = len(kind._fields)
+    if out is None:
+        return (None,) * n_tables
+    if not isinstance(out, tuple | list) or len(out) != n_tables:
+        raise ArgumentTypeError(f"{what}: out must be a {kind.__name__}, not {type(out).__name__}")
+    return tuple(out)
 
 
 def _arrays(core: Core, what: str, numbers: Iterable[Any], outs: Iterable[Any], dtype: Any) -> list[Any]:

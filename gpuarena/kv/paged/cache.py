@@ -6,11 +6,12 @@ fork without copying, and find the pages of a prompt that was computed before.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpuarena._bump import align_up
-from gpuarena.errors import ArgumentError, ArgumentTypeError, SequenceError, refuse_copy
+from gpuarena.errors import ArgumentError, SequenceError, refuse_copy
 from gpuarena.kv.paged._core import SCRATCH_ALIGNMENT, Core, scratch_nbytes
 from gpuarena.kv.paged._read import attend
 from gpuarena.kv.paged._sequence import Sequence, SequenceCheckpoint
@@ -24,7 +25,7 @@ from gpuarena.kv.paged._tables import (
     flashinfer_tables,
     slot_mapping,
 )
-from gpuarena.kv.spec import KVSpec, positive
+from gpuarena.kv.spec import KVSpec, as_arena, as_spec, positive
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
@@ -83,7 +84,9 @@ class PagedKVCache:
     Notes
     -----
     Rolling the arena back to before this call makes the cache stale; later calls raise `StaleRegionError`.
-    A cache belongs to one thread at a time.
+    A cache belongs to one thread at a time. An interrupt (Ctrl-C) inside of a call leaves the pages as they were before
+    it or as they are behind it; one in the very moment in which `sequence`, `match` or `Sequence.fork` returns may lose
+    the sequence, whose pages `keep` and `reset` free.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class PagedKVCache:
         layout: str = "per-head",
         gather_tokens: int | None = None,
     ) -> None:
+        arena, spec = as_arena(arena), as_spec(spec)
         num_pages, page_size = positive(num_pages, "num_pages"), positive(page_size, "page_size")
         gather_tokens = _gather_tokens(num_pages, page_size, gather_tokens, arena.backend == "torch")
         check_layout(layout)
@@ -134,6 +138,7 @@ class PagedKVCache:
         >>> PagedKVCache.arena_nbytes(spec, num_pages=512, gather_tokens=0)  # 8 192 tokens of 28 672 bytes
         234881024
         """
+        spec = as_spec(spec)
         n_tokens = positive(num_pages, "num_pages") * positive(page_size, "page_size")
         scratch = scratch_nbytes(spec, _gather_tokens(num_pages, page_size, gather_tokens, True))
         align = max(alignment, SCRATCH_ALIGNMENT, *(layer.alignment for _, layer in spec.owned))
@@ -310,11 +315,15 @@ class PagedKVCache:
     ) -> Any:
         """Attend as `attend` does, by torch's FlexAttention over the pages where they lie; nothing is gathered.
 
+        Values in the slots behind the last token of each sequence are set to 0.
+
         Parameters
         ----------
         kernel : optional
             What to call in place of ``torch.nn.attention.flex_attention.flex_attention``, such as
-            ``torch.compile(flex_attention)``: uncompiled it computes all scores over all pages.
+            ``torch.compile(flex_attention)``, which reads only the pages of `sequences`. Uncompiled it computes all
+            scores over all pages, of a copy of all values, for one sequence after the other; one that is given as
+            `kernel` gets no copy, and shows NaN where any page holds one.
 
         Raises
         ------
@@ -324,6 +333,74 @@ class PagedKVCache:
         from gpuarena.kv.paged._flex import flex_attend
 
         return flex_attend(self._core, layer, q, self._core.check_sequences(sequences), scale, kernel)
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        sequences: Iterable[Sequence],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Write sequences to a file, token by token, which caches of any page size and layout read.
+
+        Page numbers, what is published, and salts are not saved; pages that sequences share are written for each.
+        The other parameters and errors are those of `KVCache.save`; also
+
+        Raises
+        ------
+        SequenceError, LayerOrderError
+            A sequence is freed, swapped out, of another cache, or part of a step or an append under way.
+        """
+        from gpuarena.kv.state._sequences import save_sequences
+
+        save_sequences(self, path, sequences, metadata, progress)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        salt: Hashable = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[Sequence]:
+        """Return new sequences that hold those of a file of pages or lanes, all or none.
+
+        >>> import os, tempfile
+        >>> import numpy as np
+        >>> from gpuarena import Arena
+        >>> spec = KVSpec.uniform(layers=1, kv_heads=2, head_dim=8, dtype="float32")
+        >>> cache = PagedKVCache(Arena("1MiB"), spec, num_pages=16, page_size=4)
+        >>> prompt = cache.sequence()
+        >>> prompt.append(0, *2 * [np.ones((1, 2, 5, 8), np.float32)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "prompt.safetensors")
+        ...     cache.save(path, [prompt])
+        ...     [again] = cache.load(path)
+        >>> again.length, again.pages
+        (5, (2, 3))
+
+        Parameters
+        ----------
+        path : str or path
+        salt : hashable, optional
+            As in `sequence`.
+        progress : callable, optional
+            As in `save`.
+
+        Raises
+        ------
+        StateError
+            It is no such file, is damaged or of another spec; or positions of a lane have gaps. There is no checksum.
+        CapacityError
+            Too few pages are free or cached; figures in pages.
+        ArgumentTypeError, StaleRegionError, CaptureError, BackendError, OSError
+            Whatever is raised, the cache holds what it held before.
+        """
+        from gpuarena.kv.state._sequences import load_sequences
+
+        return load_sequences(self, path, salt, progress)
 
     # -- tables of kernels --------------------------------------------------------------------------------------
 
@@ -383,9 +460,7 @@ class PagedKVCache:
         return slot_mapping(self._core, of, out)
 
 
-def _check_spec(spec: Any) -> None:
-    if not isinstance(spec, KVSpec):
-        raise ArgumentTypeError(f"spec must be a KVSpec, not {type(spec).__name__}")
+def _check_spec(spec: KVSpec) -> None:
     for number, layer in spec.owned:
         for field, instead in (
             ("slack", "pages hold the whole history, and the window hides tokens in attend"),

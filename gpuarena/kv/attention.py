@@ -9,12 +9,13 @@ heads of their own, a view of the query and nothing else::
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError, ShapeError
+from gpuarena.errors import ArgumentError, ArgumentTypeError, DeviceMismatchError, DTypeError, ShapeError
 from gpuarena.kv.spec import positive
 
 __all__ = ["attend", "causal_mask"]
@@ -22,6 +23,12 @@ __all__ = ["attend", "causal_mask"]
 #: Up to so many queries a key/value head the group is folded although a mask has to be repeated for it. With more,
 #: arithmetic outweighs what reading keys twice costs.
 FOLD_MAX_QUERIES = 64
+
+#: What torch has attention for on every device.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: A window so wide, in tokens, is none: no position is as large, and int64 can subtract it from any.
+_NO_WINDOW = 2**62
 
 
 def attend(
@@ -63,23 +70,35 @@ def attend(
     Returns
     -------
     ``[batch, q_heads, n, value_dim]``
-        NaN for a query that may attend to nothing.
+        Of a query that may attend to nothing it is 0 or NaN, by version of torch and by device.
 
     Raises
     ------
-    ArgumentTypeError, ArgumentError, ShapeError, DTypeError
+    ArgumentTypeError
+        An argument of another type; or a tensor that is not strided, such as a sparse one.
+    ArgumentError
+        A number that cannot be, such as a window of 0, or `sinks` without a window.
+    ShapeError
+        Shapes that do not match, or a length that is less than the queries or more than the tokens.
+    DTypeError
+        `q`, `keys` and `values` are not of one dtype, or it is none of float16, bfloat16, float32 and float64.
+    DeviceMismatchError
+        Tensors on different devices; `lengths` may be on any that has memory.
     """
     batch, n, n_tokens = _check(q, keys, values)
+    scale = check_scale(scale)
     window = None if window is None else positive(window, "window")
     sinks = positive(sinks, "sinks", least=0)
     if sinks and window is None:
         raise ArgumentError("sinks belong to a window; give window=")
+    if window is not None and window >= n_tokens:
+        window, sinks = None, 0
     if mask is not None:
-        _check_mask(mask, (batch, q.shape[1], n, n_tokens))
+        _check_mask(mask, q.device, (batch, q.shape[1], n, n_tokens))
     if lengths is None:
         if n == n_tokens and window is None and mask is None and n > 1:
             return scaled_dot_product(q, keys, values, None, scale=scale, is_causal=True)
-        if n == 1 and (window is None or window >= n_tokens):
+        if n == 1 and window is None:
             return scaled_dot_product(q, keys, values, mask, scale=scale)
         positions = torch.arange(n_tokens - n, n_tokens, device=q.device)[None]
     else:
@@ -104,12 +123,12 @@ def causal_mask(
     window, sinks
         As for `attend`.
     """
-    at, of = keys[:, None, None, :], queries[:, None, :, None]
+    at, of = keys.to(torch.int64)[:, None, None, :], queries.to(torch.int64)[:, None, :, None]
     seen = at <= of
-    if window is None:
+    if window is None or window >= _NO_WINDOW:
         return seen
     near = at > of - window
-    return seen & (near | (at < sinks) if sinks else near)
+    return seen & (near | (at < min(sinks, _NO_WINDOW)) if sinks else near)
 
 
 def scaled_dot_product(
@@ -141,19 +160,53 @@ def scaled_dot_product(
     return out.reshape(batch, q_heads, n, values.shape[3])
 
 
+def check_scale(scale: Any) -> Any:
+    """Return a scale as torch takes it, or raise `ArgumentTypeError` or `ArgumentError`."""
+    if scale is None or type(scale) is float or isinstance(scale, torch.SymFloat):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise ArgumentTypeError(f"scale must be a number or None, not {type(scale).__name__}")
+    try:
+        return float(scale)
+    except OverflowError:
+        raise ArgumentError(f"scale is beyond the largest float: {scale}") from None
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise `DTypeError` unless torch has attention for a dtype."""
+    if dtype not in _DTYPES:
+        raise DTypeError(
+            f"attention takes float16, bfloat16, float32 or float64, not {dtype}; convert to one of them",
+            dtype=dtype,
+        )
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    """Raise unless this is a tensor that has a shape and plain memory."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ArgumentTypeError(f"{name} must be a strided tensor, not a {layout} one; to_dense() makes one")
+
+
 def _check(q: Any, keys: Any, values: Any) -> tuple[int, int, int]:
     for name, tensor in (("q", q), ("keys", keys), ("values", values)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+        _check_tensor(name, tensor)
         if tensor.ndim != 4:
             raise ShapeError(
                 f"{name}: four dimensions are wanted, not {list(tensor.shape)}", shape=tensor.shape
             )
+    if not q.device == keys.device == values.device:
+        raise DeviceMismatchError(
+            f"q is on {q.device}, keys are on {keys.device} and values on {values.device}; move them to one device"
+        )
     if not q.dtype == keys.dtype == values.dtype:
         raise DTypeError(
             f"q is {q.dtype}, keys are {keys.dtype} and values {values.dtype}; convert them to one dtype",
             dtype=q.dtype,
         )
+    check_dtype(q.dtype)
     batch, q_heads, n, dim = q.shape
     kv_heads, n_tokens = keys.shape[1:3]
     if (keys.shape[0], keys.shape[3]) != (batch, dim) or values.shape[:3] != keys.shape[:3]:
@@ -173,12 +226,15 @@ def _check(q: Any, keys: Any, values: Any) -> tuple[int, int, int]:
     return batch, n, n_tokens
 
 
-def _check_mask(mask: Any, wanted: tuple[int, int, int, int]) -> None:
+def _check_mask(mask: Any, device: torch.device, wanted: tuple[int, int, int, int]) -> None:
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         found = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ArgumentTypeError(
             f"mask must be a tensor of torch.bool, True where a query may attend, not {found}"
         )
+    _check_tensor("mask", mask)
+    if mask.device != device:
+        raise DeviceMismatchError(f"mask is on {mask.device}, q on {device}; move one of them")
     batch, heads, n, n_tokens = wanted
     shape = tuple(mask.shape)
     if (
@@ -195,19 +251,35 @@ def _check_mask(mask: Any, wanted: tuple[int, int, int, int]) -> None:
 def _last(lengths: Any, batch: int, n: int, n_tokens: int, device: torch.device) -> torch.Tensor:
     """Return the positions of the last `n` tokens of each row."""
     if isinstance(lengths, torch.Tensor):
-        if lengths.is_floating_point() or lengths.dtype == torch.bool:
+        _check_tensor("lengths", lengths)
+        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
             raise ArgumentTypeError(f"lengths must be integers, not {lengths.dtype}")
+        if lengths.device.type == "meta" and device.type != "meta":
+            raise DeviceMismatchError(
+                f"lengths are on {lengths.device}, where there are no numbers; q is on {device}"
+            )
+        shape = tuple(lengths.shape)
+        # Looking at numbers on a GPU would wait for it.
+        numbers = lengths.tolist() if device.type == lengths.device.type == "cpu" and len(shape) == 1 else []
+    else:
+        try:
+            numbers = [positive(length, "a length", least=0) for length in lengths]
+        except TypeError as error:
+            if isinstance(error, ArgumentTypeError):
+                raise
+            raise ArgumentTypeError(
+                f"lengths must be a list of integers, not {type(lengths).__name__}"
+            ) from None
+        shape = (len(numbers),)
+    if shape != (batch,):
+        raise ShapeError(f"lengths are {list(shape)} for {batch} rows", shape=shape)
+    if numbers and not n <= min(numbers) <= max(numbers) <= n_tokens:
+        raise ShapeError(
+            f"lengths {numbers}: each row has at least its {n} queries and at most {n_tokens} tokens",
+            shape=shape,
+        )
+    if isinstance(lengths, torch.Tensor):
         given = lengths.to(device, torch.int64)
     else:
-        given = torch.tensor(
-            [positive(length, "a length", least=0) for length in lengths], dtype=torch.int64, device=device
-        )
-    if given.shape != (batch,):
-        raise ShapeError(f"lengths are {list(given.shape)} for {batch} rows", shape=tuple(given.shape))
-    # Looking at numbers on a GPU would wait for it.
-    if given.device.type == "cpu" and batch and not n <= int(given.min()) <= int(given.max()) <= n_tokens:
-        raise ShapeError(
-            f"lengths {given.tolist()}: each row has at least its {n} queries and at most {n_tokens} tokens",
-            shape=tuple(given.shape),
-        )
+        given = torch.tensor(numbers, dtype=torch.int64, device=device)
     return given[:, None] - n + torch.arange(n, device=device)

@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 
 from gpuarena.arena import Arena
-from gpuarena.errors import ArgumentError, ArgumentTypeError, ShapeError, refuse_copy
+from gpuarena.errors import ArgumentError, ShapeError, refuse_copy
 from gpuarena.kv._ops import ops_for
 from gpuarena.kv.lanes._arrays import Lanes
 from gpuarena.kv.lanes._handles import LaneStats
 from gpuarena.kv.lanes._store import LaneStore, arena_nbytes
 from gpuarena.kv.lanes._table import LaneTable, Step, items
-from gpuarena.kv.spec import KVSpec, LayerSpec, SharedLayer, positive
+from gpuarena.kv.spec import KVSpec, LayerSpec, SharedLayer, as_arena, as_spec, positive
 
 
 class LaneBase:
     """The foundation of `LaneCache`."""
 
     def __init__(self, arena: Arena, spec: KVSpec, *, lanes: int, max_tokens: int) -> None:
+        self.arena = as_arena(arena)
         n_lanes, max_tokens = _check_size(spec, lanes, max_tokens)
-        self.arena = arena
         self.spec = spec
         self.max_tokens = max_tokens
         self._table = LaneTable(n_lanes, max_tokens, (number for number, _ in spec.owned))
@@ -30,7 +30,7 @@ class LaneBase:
             number: (self._ops.dtype(layer.dtype), self._ops.dtype(layer.value_dtype))
             for number, layer in spec.owned
         }
-        self._store = LaneStore(arena, spec, n_lanes, max_tokens)
+        self._store = LaneStore(arena, spec, n_lanes, max_tokens, self._ops)
 
     @staticmethod
     def arena_nbytes(spec: KVSpec, lanes: int, max_tokens: int, *, alignment: int = 256) -> int:
@@ -63,7 +63,7 @@ class LaneBase:
     @property
     def length_vector(self) -> Any:
         """`lengths` as an int32 array ``[lanes]`` in the arena, written in place, for kernels that read them."""
-        return self._store.length_vector
+        return self._store.length_vector(self._table.lengths)
 
     def positions(self, lane: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the position of each token of a lane, int64 ``[length]`` on the host, a copy.
@@ -148,9 +148,7 @@ class LaneBase:
 
 def _check_size(spec: KVSpec, lanes: Any, max_tokens: Any) -> tuple[int, int]:
     """Return the number of lanes and of tokens a lane, or raise unless such a cache can be."""
-    if not isinstance(spec, KVSpec):
-        raise ArgumentTypeError(f"spec must be a KVSpec, not {type(spec).__name__}")
-    for number, layer in enumerate(spec.layers):
+    for number, layer in enumerate(as_spec(spec).layers):
         if isinstance(layer, SharedLayer):
             continue
         for what in ("slack", "storage"):

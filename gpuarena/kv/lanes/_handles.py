@@ -59,12 +59,16 @@ class LaneCheckpoint:
 class LaneScope:
     """What ``cache.scope()`` returns: a checkpoint on entry, a rollback to it on exit."""
 
-    __slots__ = ("_cache", "_checkpoint", "_lane")
+    __slots__ = ("_cache", "_checkpoint", "_is_over", "_lane")
 
     def __init__(self, cache: LaneCache, lane: int | None) -> None:
         self._cache = cache
         self._lane = lane
         self._checkpoint: LaneCheckpoint | None = None
+        self._is_over = False
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
 
     def __enter__(self) -> LaneCheckpoint:
         if self._checkpoint is not None:
@@ -75,7 +79,10 @@ class LaneScope:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        assert self._checkpoint is not None, "a scope that is left was entered"
+        if self._checkpoint is None or self._is_over:
+            how = "was left before" if self._is_over else "was never entered"
+            raise CheckpointError(f"this scope {how}; use it in a with statement, once")
+        self._is_over = True
         try:
             self._cache.rollback(self._checkpoint)
         except (CheckpointError, StaleRegionError):
@@ -86,26 +93,36 @@ class LaneScope:
 class LaneStep:
     """What ``cache.step()`` returns: a step of all layers that is undone when an exception leaves its block."""
 
-    __slots__ = ("_cache", "_step", "_used", "counts", "lanes")
+    __slots__ = ("_cache", "_step", "counts", "lanes")
 
     def __init__(self, cache: LaneWriting, lanes: Lanes, counts: Lanes) -> None:
         self._cache = cache
         self._step: Step | None = None
-        self._used = False
         self.lanes = lanes
         self.counts = counts
 
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
+
     def __enter__(self) -> LaneStep:
-        if self._used:
+        if self._step is not None:
             raise LayerOrderError(
                 "this step was made before; make another with cache.step()",
                 layer=self._cache._table.layers[0],
             )
-        self._step = self._cache._open(self.lanes, self.counts)
-        self._used = True
-        return self
+        step = self._cache._plan(self.lanes, self.counts)
+        try:
+            self._step = step
+            self._cache._open(step)
+            return self
+        except BaseException:  # nobody leaves a block that was not entered
+            self._step = None
+            self._cache._close(step, failed=True)
+            raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        if self._step is None:
+            raise CheckpointError("this step was never entered; use it in a with statement, once")
         self._cache._close(self._step, failed=exc is not None)

@@ -70,6 +70,16 @@ def check_queries(arena: Any, ops: Any, layer: int, spec: LayerSpec, q: Any) -> 
             f"three of one dtype",
             dtype=q.dtype,
         )
+    from gpuarena.kv.attention import check_dtype
+
+    check_dtype(q.dtype)
+
+
+def checked_scale(scale: Any) -> Any:
+    """Return a scale that torch takes, or raise; torch arenas only."""
+    from gpuarena.kv.attention import check_scale
+
+    return check_scale(scale)
 
 
 def attend(

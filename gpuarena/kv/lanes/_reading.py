@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuarena.errors import ShapeError
+from gpuarena.errors import ArgumentError, ShapeError
 from gpuarena.kv.lanes import _mask
 from gpuarena.kv.lanes._arrays import Lanes
 from gpuarena.kv.lanes._base import LaneBase
@@ -90,6 +90,11 @@ class LaneReading(LaneBase):
         mask : bool ``[rows, 1, n, longest]``, a new array
             True where a query may look: at itself and the tokens before it in its lane. Queries that are padding, or
             that an empty lane does not have, see nothing.
+
+        Raises
+        ------
+        ArgumentError
+            There are no such lanes or layer, or more queries than `max_tokens`.
         """
         spec = None if layer is None else self._spec(self.spec.owner(layer))
         self._store.check()
@@ -98,6 +103,8 @@ class LaneReading(LaneBase):
             width = max(counts, default=0)
         else:
             width = 1 if n_tokens is None else positive(n_tokens, "n_tokens", least=0)
+        if width > self.max_tokens:
+            raise ArgumentError(f"mask: {width} queries asked, a lane has at most {self.max_tokens} tokens")
         lengths = [self._table.lengths[lane] for lane in rows]
         queries = _mask.query_indices(lengths, counts, width)
         return _mask.mask_of(self.arena, queries, max(lengths, default=0), spec)
@@ -133,6 +140,7 @@ class LaneReading(LaneBase):
         number = self.spec.owner(layer)
         spec = self._spec(number)
         _mask.check_queries(self.arena, self._ops, layer, spec, q)
+        scale = _mask.checked_scale(scale)
         n_rows, width = q.shape[0], q.shape[2]
         rows = self._lanes(lanes, n_rows)
         if len(rows) != n_rows:

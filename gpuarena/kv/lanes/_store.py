@@ -10,6 +10,7 @@ from typing import Any
 
 from gpuarena._bump import align_up
 from gpuarena.arena import Arena
+from gpuarena.kv._ops import Ops
 from gpuarena.kv.lanes._arrays import Lanes, arrays_for, index_sizes
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec
 from gpuarena.region import Region
@@ -54,7 +55,7 @@ class _Layer:
 class LaneStore:
     """What `LaneCache` keeps in the arena; the callers have checked every argument."""
 
-    def __init__(self, arena: Arena, spec: KVSpec, lanes: int, max_tokens: int) -> None:
+    def __init__(self, arena: Arena, spec: KVSpec, lanes: int, max_tokens: int, ops: Ops) -> None:
         self._rows = (lanes, max_tokens)
         align = max(arena.alignment, SCRATCH_ALIGNMENT)
         start = arena.checkpoint()
@@ -64,7 +65,7 @@ class LaneStore:
             }
             self._lengths = arena.alloc(lanes, "int32", fill=0, label="lengths")
             self._offsets = arena.alloc(lanes + 1, "int32", fill=0, label="cu_seqlens")
-            self._arrays = arrays_for(arena, spec, lanes)
+            self._arrays = arrays_for(arena, spec, lanes, ops)
             # Last: the arena is a stack, so that as long as this lives, all of the above does.
             self._scratch = arena.alloc(
                 scratch_nbytes(spec, lanes, max_tokens), "uint8", align=align, label="scratch"
@@ -72,6 +73,7 @@ class LaneStore:
         except BaseException:
             arena.rollback(start)
             raise
+        self._published: Lanes | None = (0,) * lanes
 
     def check(self) -> None:
         """Raise `StaleRegionError` if the arena was rolled back."""
@@ -87,13 +89,17 @@ class LaneStore:
 
     # -- small tables -------------------------------------------------------------------------------------------
 
-    @property
-    def length_vector(self) -> Any:
+    def length_vector(self, lengths: Sequence[int]) -> Any:
+        """Return the table of lengths that kernels read, written again if an interrupt kept it from being `lengths`."""
+        if self._published != tuple(lengths):
+            self.publish(lengths)
         return self._lengths.array
 
     def publish(self, lengths: Sequence[int]) -> None:
         """Write the lengths of all lanes where kernels read them."""
+        self._published = None
         self._arrays.put(self._lengths.array, lengths)
+        self._published = tuple(lengths)
 
     def offsets(self, lengths: Sequence[int]) -> Any:
         """Return the running sums of lengths, ``[rows + 1]``, in a table that the next call overwrites."""
@@ -111,17 +117,20 @@ class LaneStore:
         if not any(counts):
             return
         found, arrays = self.layers[layer], self._arrays
+        k, v = found.buffers()
+        # What is written before it is read must not lie there: rows go one by one, and keys go first.
+        keys, values = arrays.apart(keys, k), arrays.apart(arrays.apart(values, k), v)
+        for lane, start, count in zip(lanes, starts, counts, strict=True):  # first, in case of an interrupt
+            found.used[lane] = max(found.used[lane], start + count)
         n = counts[0] if len(set(counts)) == 1 else 0  # 0: they differ
         even = n and len(set(starts)) == 1 and is_run(lanes)
-        for buffer, rows in zip(found.buffers(), (keys, values), strict=True):
+        for buffer, rows in zip((k, v), (keys, values), strict=True):
             if even:
                 run, start = slice(lanes[0], lanes[0] + len(lanes)), starts[0]
                 arrays.assign(buffer[run, :, start : start + n], rows[:, :, :n])
             elif n != 1 or not arrays.write_one(buffer, lanes, starts, rows[:, :, :1]):
                 for row, (lane, start, count) in enumerate(zip(lanes, starts, counts, strict=True)):
                     arrays.assign(buffer[lane, :, start : start + count], rows[row, :, :count])
-        for lane, start, count in zip(lanes, starts, counts, strict=True):
-            found.used[lane] = max(found.used[lane], start + count)
 
     def move_down(self, lane: int, start: int, stop: int, held: int) -> None:
         """Move the tokens from `stop` to `held` to `start`, in every layer."""
@@ -135,23 +144,29 @@ class LaneStore:
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy tokens to the front of another lane, in every layer."""
         for layer in self.layers.values():
+            layer.used[target] = max(layer.used[target], stop - start)
             for buffer in layer.buffers():
                 self._arrays.assign(buffer[target, :, : stop - start], buffer[source, :, start:stop])
-            layer.used[target] = max(layer.used[target], stop - start)
 
     def rotate(
-        self, rotate: Callable[[int, Any, int], Any], lane: int, start: int, stop: int, delta: int
+        self, rotate: Callable[[int, Any], Any], lane: int, start: int, stop: int, finish: Callable[[], None]
     ) -> None:
-        """Let `rotate` change keys in place, in every layer; all of them are as before if it raises."""
+        """Call ``rotate(layer, keys)``, which changes keys in place, for every layer, and then `finish`.
+
+        All keys are as before if one of them raises.
+        """
         saved = []
         try:
             for number, layer in self.layers.items():
                 keys = layer.buffers()[0][lane : lane + 1, :, start:stop]
                 saved.append((keys, self._arrays.copy(keys)))
-                self._arrays.call(partial(rotate, number, keys, delta))
+                self._arrays.call(partial(rotate, number, keys))
+            self.check()
+            finish()
         except BaseException:
-            for keys, before in saved:
-                self._arrays.assign(keys, before)
+            if self.is_live:  # otherwise the memory is another's by now
+                for keys, before in saved:
+                    self._arrays.assign(keys, before)
             raise
 
     # -- reading ------------------------------------------------------------------------------------------------

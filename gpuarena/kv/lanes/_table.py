@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ class LaneTable:
         self.lengths = [0] * lanes  # with the tokens of the step under way
         self.high_water = 0
         self.step: Step | None = None
+        self.turned_layer: int | None = None
+        """The layer whose keys a function given to `LaneCache.shift` is turning."""
         self._positions = np.zeros((lanes, max_tokens), np.int64)
         self._marks: list[list[Mark]] = [[] for _ in range(lanes)]  # ascending: the checkpoints that live
         self._serial = 0
@@ -87,6 +89,7 @@ class LaneTable:
 
     def plan(self, lanes: tuple[int, ...], counts: tuple[int, ...], *, in_block: bool = False) -> Step:
         """Return a step that could be opened now, or raise `CapacityError` or `LayerOrderError`."""
+        self.need_unturned("append")
         if self.step is not None:
             raise LayerOrderError(
                 f"a step is under way, {len(self.step.written)} of {len(self.layers)} layers are written: finish it, "
@@ -142,11 +145,13 @@ class LaneTable:
 
     def open(self, step: Step) -> None:
         """Begin a planned step: the lanes have their new lengths from now on."""
+        lengths = list(self.lengths)
         for lane, start, count in zip(step.lanes, step.starts, step.counts, strict=True):
             first = self.next_position(lane)
             self._positions[lane, start : start + count] = np.arange(first, first + count)
-            self.lengths[lane] = start + count
-        self.step = step
+            lengths[lane] = start + count
+        # At once, here and below: an interrupt finds lengths from before or from behind the change.
+        self.lengths, self.step = lengths, step
 
     def wrote(self, layer: int) -> None:
         """Note that a layer is written; the last one ends the step, unless a block does."""
@@ -157,16 +162,18 @@ class LaneTable:
 
     def commit(self) -> None:
         """End the step under way, whose layers are all written."""
-        self.step = None
         self.high_water = max(self.high_water, *self.lengths)
+        self.step = None
 
     def abandon(self) -> bool:
         """Give the lanes the lengths from before the step under way; return whether there was one."""
-        step, self.step = self.step, None
+        step = self.step
         if step is None:
             return False
+        lengths = list(self.lengths)
         for lane, start in zip(step.lanes, step.starts, strict=True):
-            self.lengths[lane] = start
+            lengths[lane] = start
+        self.lengths, self.step = lengths, None
         return True
 
     def _missing(self) -> list[int]:
@@ -184,12 +191,22 @@ class LaneTable:
             )
 
     def need_idle(self, verb: str) -> None:
-        """Raise `LayerOrderError` while a step is under way."""
+        """Raise `LayerOrderError` while a step or a turn is under way."""
+        self.need_unturned(verb)
         if self.step is not None:
             missing = self._missing()
             raise LayerOrderError(
                 f"{verb}: a step is under way, layers {missing} are not written yet; finish it, or abandon() it",
                 layer=missing[0] if missing else self.layers[0],
+            )
+
+    def need_unturned(self, verb: str) -> None:
+        """Raise `LayerOrderError` while a function given to `LaneCache.shift` turns keys."""
+        if self.turned_layer is not None:
+            raise LayerOrderError(
+                f"{verb}: shift() is turning the keys of layer {self.turned_layer}, and its rotate may change the keys "
+                f"that it is given and nothing else of the cache; do this when shift() has returned",
+                layer=self.turned_layer,
             )
 
     def need_written(self, layer: int) -> None:
@@ -237,33 +254,41 @@ class LaneTable:
 
     def shift(self, lane: int, start: int, stop: int, delta: int) -> None:
         """Add `delta` to positions."""
-        self._positions[lane, start:stop] += delta
         self._forget_above(lane, start)
+        self._positions[lane, start:stop] += delta
 
     # -- lengths ------------------------------------------------------------------------------------------------
 
-    def cut(self, lane: int, n_tokens: int) -> None:
-        """Keep the first `n_tokens` tokens of a lane."""
-        self.lengths[lane] = n_tokens
-        self._forget_above(lane, n_tokens)
+    # Checkpoints go first: one too few does no harm, one too many would bring back what is overwritten.
 
-    def clear(self, lane: int) -> None:
-        """Forget the tokens of a lane, and its checkpoints, those of the empty lane too."""
-        self.lengths[lane] = 0
-        self._marks[lane].clear()
+    def cut(self, kept: Mapping[int, int]) -> None:
+        """Keep the first ``kept[lane]`` tokens of some lanes."""
+        for lane, n_tokens in kept.items():
+            self._forget_above(lane, n_tokens)
+        self._set(kept)
 
-    def close_gap(self, lane: int, start: int, stop: int) -> None:
-        """Take a range of tokens out; what is behind keeps its positions."""
-        row, held = self._positions[lane], self.lengths[lane]
-        row[start : start + held - stop] = row[stop:held].copy()
-        self.lengths[lane] = held - (stop - start)
-        self._forget_above(lane, start)
+    def clear(self, lanes: Iterable[int]) -> None:
+        """Forget the tokens of some lanes, and their checkpoints, those of the empty lane too."""
+        empty = dict.fromkeys(lanes, 0)
+        for lane in empty:
+            self._marks[lane].clear()
+        self._set(empty)
 
-    def duplicate(self, source: int, target: int, start: int, stop: int) -> None:
-        """Let `target` hold a range of the tokens of `source`, and nothing else."""
-        self.clear(target)
+    def close_gap(self, lane: int, start: int, stop: int, held: int) -> None:
+        """Let a lane that was cut to `start` hold the tokens `stop` to `held` as well, with their positions."""
+        row, n_tokens = self._positions[lane], start + held - stop
+        row[start:n_tokens] = row[stop:held].copy()
+        self._set({lane: n_tokens})
+
+    def duplicate(self, source: int, target: int, start: int, stop: int, *, is_move: bool = False) -> None:
+        """Let `target`, which is cleared, hold a range of the tokens of `source`, which keeps them unless they move."""
         self._positions[target, : stop - start] = self._positions[source, start:stop]
-        self.lengths[target] = stop - start
+        if is_move:
+            self._marks[source].clear()
+        self._set({target: stop - start, **({source: 0} if is_move else {})})
+
+    def _set(self, lengths: Mapping[int, int]) -> None:
+        self.lengths = [lengths.get(lane, held) for lane, held in enumerate(self.lengths)]
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -292,9 +317,9 @@ class LaneTable:
 
 def items(values: Any, what: str) -> list[Any]:
     """Return the items of a list, range, array or tensor."""
-    if hasattr(values, "tolist"):  # one copy from the device, instead of one an item
-        values = values.tolist()
     try:
+        if hasattr(values, "tolist"):  # one copy from the device, instead of one an item
+            return list(values.tolist())
         return list(values)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # the last from tensors without memory
         raise ArgumentTypeError(f"{what} must be a list of integers, not {type(values).__name__}") from None

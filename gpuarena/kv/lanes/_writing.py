@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np  # noqa: F401
-
-from gpuarena.errors import DTypeError, LayerOrderError, ShapeError
+from gpuarena.errors import DTypeError, ShapeError
 from gpuarena.kv.lanes._arrays import Lanes
 from gpuarena.kv.lanes._handles import LaneStep
 from gpuarena.kv.lanes._reading import LaneReading
@@ -136,32 +134,32 @@ class LaneWriting(LaneReading):
             counts = (positive(n_tokens, "n_tokens", least=0),) * len(rows)
         return LaneStep(self, rows, counts)
 
-    def _open(self, lanes: Lanes, counts: Lanes) -> Step:
+    def _plan(self, lanes: Lanes, counts: Lanes) -> Step:
         step = self._table.plan(lanes, counts, in_block=True)
         self._store.check()
-        self._table.open(step)
-        self._store.publish(self._table.lengths)
         return step
 
-    def _close(self, step: Step | None, *, failed: bool) -> None:
-        table = self._table
-        if step is None or table.step is not step:  # abandoned inside
+    def _open(self, step: Step) -> None:
+        self._table.open(step)
+        self._store.publish(self._table.lengths)
+
+    def _close(self, step: Step, *, failed: bool) -> None:
+        if self._table.step is not step:  # abandoned inside, or over
             return
         if failed:
-            table.abandon()
-            if self._is_live:  # otherwise what is on its way says more
-                self._store.publish(table.lengths)
+            self._undo()
             return
         try:
-            table.need_all_written()
-        except LayerOrderError:
-            self.abandon()
+            self._table.need_all_written()
+            self._table.commit()
+        except BaseException:
+            self._undo()
             raise
-        table.commit()
 
-    @property
-    def _is_live(self) -> bool:
-        return self._store.is_live
+    def _undo(self) -> None:
+        """Abandon the step under way while an error is on its way, which says more than a stale cache would."""
+        if self._table.abandon() and self._store.is_live:
+            self._store.publish(self._table.lengths)
 
     def abandon(self) -> None:
         """Undo a step that is under way, in every layer; without one, do nothing."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from gpuarena.arena import Arena
 from gpuarena.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from gpuarena.kv.lanes._handles import LaneCheckpoint, LaneScope, LaneStats, LaneStep
 from gpuarena.kv.lanes._writing import LaneWriting
-from gpuarena.kv.spec import positive
+from gpuarena.kv.spec import KVSpec, positive
 
 __all__ = ["LaneCache", "LaneCheckpoint", "LaneScope", "LaneStats", "LaneStep"]
 
@@ -62,6 +64,11 @@ class LaneCache(LaneWriting):
     Rolling the arena back to before this call makes the cache stale: whatever touches its memory then raises
     `StaleRegionError`. A cache is not locked; use it from one thread at a time.
 
+    An interrupt (Ctrl-C, a signal handler that raises) inside of a call leaves the cache before or behind it, with
+    these exceptions. `remove` may leave the tokens before `start`, and `copy` and `move` an empty `target`.
+    A step may stay under way when an `append` outside of a block, or the end of a block whose layers are all written,
+    is interrupted: `abandon` undoes it. `length_vector` may be behind until it is asked for, or a lane changes, again.
+
     Tokens are numbered by their place in the lane, from 0, in every argument and in the mask, also after a `remove`
     has left gaps between their positions.
     """
@@ -81,27 +88,31 @@ class LaneCache(LaneWriting):
         held = self._table.settled(number)
         if keep > held:
             raise ArgumentError(f"truncate({number}, {keep}): lane {number} holds only {held} tokens")
-        self._store.check()
+        self._check_free("truncate")
         self._table.abandon()
-        self._table.cut(number, keep)
+        self._table.cut({number: keep})
         self._store.publish(self._table.lengths)
 
     def reset(self, lane: int | None = None) -> None:
         """Forget everything, or everything of one lane; the memory stays. Abandons a step under way."""
         gone = range(self.n_lanes) if lane is None else (self._table.lane(lane),)
-        self._clear(gone)
+        self._clear("reset", gone)
 
     def keep(self, lane: int) -> None:
         """Forget everything of all lanes but one. Abandons a step under way."""
         kept = self._table.lane(lane)
-        self._clear(other for other in range(self.n_lanes) if other != kept)
+        self._clear("keep", (other for other in range(self.n_lanes) if other != kept))
 
-    def _clear(self, lanes: Any) -> None:
-        self._store.check()
+    def _clear(self, verb: str, lanes: Iterable[int]) -> None:
+        self._check_free(verb)
         self._table.abandon()
-        for lane in lanes:
-            self._table.clear(lane)
+        self._table.clear(lanes)
         self._store.publish(self._table.lengths)
+
+    def _check_free(self, verb: str) -> None:
+        """Raise unless the cache can be changed, which ends a step that is under way."""
+        self._table.need_unturned(verb)
+        self._store.check()
 
     def checkpoint(self, lane: int | None = None) -> LaneCheckpoint:
         """Return the present length of a lane, or of all, to which `rollback` goes back.
@@ -132,10 +143,9 @@ class LaneCache(LaneWriting):
             raise CheckpointError("the checkpoint belongs to another cache")
         for lane, (slot, mark) in checkpoint._marks.items():
             self._table.check_mark(lane, slot, mark)
-        self._store.check()
+        self._check_free("rollback")
         self._table.abandon()
-        for lane, (_, (n_tokens, _)) in checkpoint._marks.items():
-            self._table.cut(lane, n_tokens)
+        self._table.cut({lane: n_tokens for lane, (_, (n_tokens, _)) in checkpoint._marks.items()})
         self._store.publish(self._table.lengths)
 
     def scope(self, lane: int | None = None) -> LaneScope:
@@ -164,8 +174,10 @@ class LaneCache(LaneWriting):
         number, low, high = self._range("remove", lane, start, stop)
         if low == high:
             return
-        self._store.move_down(number, low, high, self._table.lengths[number])
-        self._table.close_gap(number, low, high)
+        held = self._table.lengths[number]
+        self._table.cut({number: low})  # so that an interrupt finds whole tokens, here and below
+        self._store.move_down(number, low, high, held)
+        self._table.close_gap(number, low, high, held)
         self._store.publish(self._table.lengths)
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
@@ -180,6 +192,7 @@ class LaneCache(LaneWriting):
             raise ArgumentError(
                 f"copy: lane {number} cannot be copied over itself; remove() cuts tokens out of it"
             )
+        self._table.clear([other])
         self._store.copy(number, other, low, high)
         self._table.duplicate(number, other, low, high)
         self._store.publish(self._table.lengths)
@@ -193,9 +206,9 @@ class LaneCache(LaneWriting):
         other = self._table.lane(target)
         if number == other:
             return
+        self._table.clear([other])
         self._store.copy(number, other, 0, held)
-        self._table.duplicate(number, other, 0, held)
-        self._table.clear(number)
+        self._table.duplicate(number, other, 0, held, is_move=True)
         self._store.publish(self._table.lengths)
 
     def shift(
@@ -222,6 +235,7 @@ class LaneCache(LaneWriting):
             Called as ``rotate(layer, keys, delta)`` for each layer that owns keys, to change `keys`, a view
             ``[1, kv_heads, stop - start, key_dim]``, in place. False declares that keys do not depend on
             positions (ALiBi, learned embeddings of the inputs, keys that are turned when they are read).
+            While it runs, calls that change the cache raise `LayerOrderError`.
 
         Raises
         ------
@@ -247,10 +261,89 @@ class LaneCache(LaneWriting):
         if low == high or by == 0:
             return
         self._table.check_shift(number, low, high, by)
-        if rotate is not False:
-            assert not isinstance(rotate, bool), "True was refused above"
-            self._store.rotate(rotate, number, low, high, by)
-        self._table.shift(number, low, high, by)
+        if rotate is False:
+            self._table.shift(number, low, high, by)
+            return
+        turn: Callable[[int, Any, int], Any] = rotate
+
+        def turn_layer(layer: int, keys: Any) -> None:
+            self._table.turned_layer = layer
+            turn(layer, keys, by)
+            self._table.turned_layer = None
+
+        try:
+            self._store.rotate(
+                turn_layer, number, low, high, lambda: self._table.shift(number, low, high, by)
+            )
+        except BaseException:
+            self._table.turned_layer = None
+            raise
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Write the tokens of all lanes and their positions to a file, which `load` and ``safetensors`` read.
+
+        Parameters and errors are those of `KVCache.save`; also
+
+        Raises
+        ------
+        LayerOrderError
+            A step is under way.
+        """
+        from gpuarena.kv.state._sequences import save_lanes
+
+        save_lanes(self, path, metadata, progress)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        arena: Arena,
+        *,
+        spec: KVSpec | None = None,
+        lanes: int | None = None,
+        max_tokens: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> LaneCache:
+        """Return a new cache on `arena` whose first lanes hold the sequences of a file, of lanes or of pages.
+
+        >>> import tempfile
+        >>> import numpy as np
+        >>> spec = KVSpec.uniform(layers=1, kv_heads=2, head_dim=4, dtype="float32")
+        >>> cache = LaneCache(Arena("1MiB"), spec, lanes=3, max_tokens=16)
+        >>> prompts = np.ones((2, 2, 5, 4), np.float32)
+        >>> _ = cache.append(0, prompts, prompts, n_tokens=[5, 2])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "lanes.safetensors")
+        ...     cache.save(path)
+        ...     LaneCache.load(path, Arena("1MiB"), lanes=4).lengths
+        (5, 2, 0, 0)
+
+        Parameters and errors are those of `KVCache.load`, with `lanes` for its `batch`; by default there are as many
+        as there are sequences in the file.
+        """
+        from gpuarena.kv.state._sequences import load_lanes
+
+        return load_lanes(cls, path, arena, spec, lanes, max_tokens, progress)
+
+    def restore(
+        self, path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
+    ) -> None:
+        """Let lane K hold sequence K of a file, for all of them, instead of what is held; other lanes are empty.
+
+        Checkpoints die, and a step under way is abandoned. Parameters and errors are those of `KVCache.restore`: if
+        reading the bytes fails, all lanes are empty.
+        """
+        from gpuarena.kv.state._sequences import restore_lanes
+
+        restore_lanes(self, path, progress)
 
     def _range(self, verb: str, lane: Any, start: Any, stop: Any) -> tuple[int, int, int]:
         """Return a lane and a range of its tokens, for a verb that cannot be used within a step."""

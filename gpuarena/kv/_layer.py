@@ -67,7 +67,7 @@ class KVLayer:
     """
 
     __slots__ = (
-        "_bound", "_common", "_k_shape", "_new", "_ops", "_slot", "_v_shape", "_wanted", "arena", "index", "regions", "spec",
+        "_bound", "_common", "_ops", "_seen", "_slot", "_wanted", "arena", "index", "regions", "spec",
     )  # fmt: skip
 
     def __init__(
@@ -84,9 +84,11 @@ class KVLayer:
         self._ops = ops
         self._wanted = (ops.dtype(spec.dtype), ops.dtype(spec.value_dtype))
         self._bound = 0  # rows that the views in use show
-        self._k_shape: Any = None  # of what was appended last
-        self._v_shape: Any = None
-        self._new = (0, 0)  # its rows and tokens
+        self._seen: tuple[Any, Any, tuple[int, int]] = (
+            None,
+            None,
+            (0, 0),
+        )  # shapes, rows and tokens appended last
         self.index = index
         self.spec = spec
         self.arena = arena
@@ -294,20 +296,21 @@ class KVLayer:
 
     def _accept(self, keys: Any, values: Any) -> tuple[int, int]:
         """Return how many rows and new tokens these have; raise what `append` raises for what is wrong with them."""
+        k_shape, v_shape, new = self._seen
         try:
             if (  # as those before, which were checked
-                keys.shape == self._k_shape
-                and values.shape == self._v_shape
-                and self._new[0] == self._common.rows
+                keys.shape == k_shape
+                and values.shape == v_shape
+                and new[0] == self._common.rows
                 and self._ops.agree(keys, values, self._wanted)
             ):
-                return self._new
+                return new
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no array, or a nested one
             pass
         self._check(keys, values)
-        self._k_shape, self._v_shape = keys.shape, values.shape
-        self._new = keys.shape[0], keys.shape[2]
-        return self._new
+        new = keys.shape[0], keys.shape[2]
+        self._seen = keys.shape, values.shape, new  # at once: an interrupt must not leave half of it
+        return new
 
     def _check(self, keys: Any, values: Any) -> None:
         """Raise unless `append` may write these, or may once it has decided the number of rows."""

@@ -85,8 +85,10 @@ class KVStep:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self._start is None or self._is_over:
-            raise CheckpointError("this step is not open; use `with cache.step():`")
+        if self._start is None:
+            raise CheckpointError("this step was not entered; use `with cache.step():`")
+        if self._is_over:  # what came later is not this step's to take back
+            return
         self._is_over = True
         lengths = self._group._common.lengths
         if exc is None and len(set(lengths)) <= 1:

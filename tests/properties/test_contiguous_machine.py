@@ -24,8 +24,7 @@ from gpuarena.errors import (
     SequenceError,
     ShapeError,
 )
-from gpuarena.kv.contiguous import _layers
-from gpuarena.kv.contiguous import ContiguousKVCache
+from gpuarena.kv.contiguous import ContiguousKVCache, _layers
 from gpuarena.kv.spec import KVSpec, LayerSpec, SharedLayer
 
 #: kv_heads, key_dim, value_dim, dtype of keys, dtype of values, window, sinks; a number is a shared layer.

@@ -91,3 +91,18 @@ def test_the_figures_of_allocation_are_those_of_the_file():
     positions = groups["positions"]
     for n_live in ("1 region", "100000 regions"):
         assert f"{positions[f'checkpoint + rollback, {n_live} live']['median_s'] * 1e6:.1f}" == "1.5"
+
+
+def test_the_figures_of_the_caches_are_those_of_the_file():
+    [path] = (README.parent / "docs" / "benchmarks").glob("*-cpu-kv-bfloat16.json")
+    groups = {group["title"]: group["rows"] for group in json.loads(path.read_text())["groups"]}
+    held = [rows for title, rows in groups.items() if title.startswith("append a token")]
+    names = ["torch.cat", "StaticLayer.update (all slots)", "index_copy_, position ready"]
+    expected = [
+        [f"{rows[name]['ratio']:.{digits}f}" for rows in held]
+        for name, digits in zip(names, (0, 2, 2), strict=True)
+    ]
+    text = README.read_text(encoding="utf-8")
+    [line] = re.findall(r"tokens held:\s+`torch.cat` takes.*?by hand.*? times", text, re.S)
+    numbers = re.findall(r"(?<!`)\b\d+(?:\.\d+)?(?=,| and|\s+and| times)", line)
+    assert numbers == [number for row in expected for number in row]

@@ -11,7 +11,7 @@ from gpuarena.kv._ops import Ops
 from gpuarena.kv.spec import LayerSpec, positive
 from gpuarena.region import Region
 
-__all__ = ["Common", "KVLayer"]
+__all__ = ["Common", "KVLayer", "check_dtypes", "check_shapes"]
 
 
 class Common:
@@ -314,29 +314,11 @@ class KVLayer:
 
     def _check(self, keys: Any, values: Any) -> None:
         """Raise unless `append` may write these, or may once it has decided the number of rows."""
-        spec = self.spec
         self._ops.check(keys, "keys")
         self._ops.check(values, "values")
-        k_shape, v_shape = tuple(keys.shape), tuple(values.shape)
-        if len(k_shape) != 4 or k_shape[1] != spec.kv_heads or k_shape[3] != spec.key_dim:
-            raise ShapeError(
-                f"layer {self.index}: keys are {list(k_shape)}, the cache holds "
-                f"[rows, {spec.kv_heads}, tokens, {spec.key_dim}]",
-                shape=k_shape,
-            )
-        if v_shape != (*k_shape[:3], spec.value_dim):
-            raise ShapeError(
-                f"layer {self.index}: values are {list(v_shape)}, for these keys they must be "
-                f"{[*k_shape[:3], spec.value_dim]}",
-                shape=v_shape,
-            )
-        self._check_rows(k_shape[0], k_shape)
-        if (keys.dtype, values.dtype) != self._wanted:
-            raise DTypeError(
-                f"layer {self.index}: keys are {keys.dtype} and values {values.dtype}, the cache holds {spec.dtype} "
-                f"and {spec.value_dtype}; convert them, or make the cache with their dtype",
-                dtype=keys.dtype,
-            )
+        check_shapes(self.index, self.spec, keys, values)
+        self._check_rows(keys.shape[0], tuple(keys.shape))
+        check_dtypes(self.index, self.spec, keys, values, self._wanted)
 
     def _check_rows(self, n_rows: int, shape: tuple[int, ...]) -> None:
         common = self._common
@@ -380,4 +362,51 @@ class KVLayer:
             missing=missing,
             aligned_offset=self.length,
             label=f"layer{self.index}",
+        )
+
+    def _chunk_error(self, n_new: int, room: int) -> CapacityError:
+        """Return the error of a bounded window for more tokens at once than the `room` beside it."""
+        window, slack, capacity = (
+            self.spec.window,
+            self.spec.slack,
+            self.spec.n_slots(self._common.max_tokens),
+        )
+        return CapacityError(
+            f"layer {self.index}: {n_new} tokens at once do not fit beside a window of {window} tokens with slack "
+            f"{slack}, {room} do. Nothing was written: append the first tokens of all at once, later ones "
+            f"{room} at a time, or give the layer more slack",
+            used=capacity - room,
+            requested=n_new,
+            capacity=capacity,
+            available=room,
+            missing=n_new - room,
+            aligned_offset=self.length,
+            label=f"layer{self.index}",
+        )
+
+
+def check_shapes(index: int, spec: LayerSpec, keys: Any, values: Any) -> None:
+    """Raise `ShapeError` unless keys and values are ``[rows, kv_heads, n, dim]`` of a layer, with equal rows and n."""
+    k_shape, v_shape = tuple(keys.shape), tuple(values.shape)
+    if len(k_shape) != 4 or k_shape[1] != spec.kv_heads or k_shape[3] != spec.key_dim:
+        raise ShapeError(
+            f"layer {index}: keys are {list(k_shape)}, the cache holds "
+            f"[rows, {spec.kv_heads}, tokens, {spec.key_dim}]",
+            shape=k_shape,
+        )
+    if v_shape != (*k_shape[:3], spec.value_dim):
+        raise ShapeError(
+            f"layer {index}: values are {list(v_shape)}, for these keys they must be "
+            f"{[*k_shape[:3], spec.value_dim]}",
+            shape=v_shape,
+        )
+
+
+def check_dtypes(index: int, spec: LayerSpec, keys: Any, values: Any, wanted: tuple[Any, Any]) -> None:
+    """Raise `DTypeError` unless keys and values have the dtypes of a layer, `wanted` in the library's own objects."""
+    if (keys.dtype, values.dtype) != wanted:
+        raise DTypeError(
+            f"layer {index}: keys are {keys.dtype} and values {values.dtype}, the cache holds {spec.dtype} "
+            f"and {spec.value_dtype}; convert them, or make the cache with their dtype",
+            dtype=keys.dtype,
         )

@@ -157,9 +157,7 @@ class TorchOps:
         n_tokens = keys.shape[2]
         if keys.requires_grad or values.requires_grad:  # grad mode is off, the check saw to that
             keys, values = keys.detach(), values.detach()
-        if self._may_overlap(keys, values):  # such as what append() returned
-            keys = self.apart(self.apart(keys, k_buffer), v_buffer)
-            values = self.apart(self.apart(values, k_buffer), v_buffer)
+        keys, values = self._apart_from(k_buffer, v_buffer, keys, values)
         if 0 < n_tokens <= _INDEX_COPY_MAX_TOKENS:
             index = self._index_of(start, n_tokens)
             try:
@@ -172,9 +170,7 @@ class TorchOps:
         v_buffer.narrow(2, start, n_tokens).copy_(values)
 
     def write_at(self, k_buffer: Any, v_buffer: Any, positions: Any, keys: Any, values: Any) -> None:
-        if self._may_overlap(keys, values):
-            keys = self.apart(self.apart(keys, k_buffer), v_buffer)
-            values = self.apart(self.apart(values, k_buffer), v_buffer)
+        keys, values = self._apart_from(k_buffer, v_buffer, keys, values)
         k_buffer.index_copy_(2, positions, keys)
         v_buffer.index_copy_(2, positions, values)
 
@@ -269,6 +265,13 @@ class TorchOps:
             return False
         low, high = self._arena_range
         return bool(low <= keys.data_ptr() < high or low <= values.data_ptr() < high)
+
+    def _apart_from(self, k_buffer: Any, v_buffer: Any, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Return keys and values, or copies of those that lie in a buffer, such as what append() returned."""
+        if self._may_overlap(keys, values):
+            keys = self.apart(self.apart(keys, k_buffer), v_buffer)
+            values = self.apart(self.apart(values, k_buffer), v_buffer)
+        return keys, values
 
     def apart(self, array: Any, buffer: Any) -> Any:
         first, low = array.data_ptr(), buffer.data_ptr()

@@ -9,7 +9,7 @@ from typing import Any
 from gpuarena._bump import align_up, contiguous_strides
 from gpuarena._index import Layout
 from gpuarena.arena import Arena
-from gpuarena.errors import ArgumentError, CapacityError
+from gpuarena.errors import ArgumentError
 from gpuarena.kv._layer import KVLayer
 from gpuarena.kv.spec import LayerSpec
 from gpuarena.region import Region
@@ -266,21 +266,6 @@ class RingLayer(KVLayer):
                 first = start % self.n_slots
                 source = ops.tokens(plane, first, first + min(n_at_once, self.length - start))
                 ops.gather_rows(source, rows, scratch, ops.rows(source, count))
-
-    def _chunk_error(self, n_new: int, room: int) -> CapacityError:
-        window, slack = self.spec.window, self.spec.slack
-        return CapacityError(
-            f"layer {self.index}: {n_new} tokens at once do not fit beside a window of {window} tokens with slack "
-            f"{slack}, {room} do. Nothing was written: append the first tokens of all at once, later ones "
-            f"{room} at a time, or give the layer more slack",
-            used=self.n_kept - room,
-            requested=n_new,
-            capacity=self.n_kept,
-            available=room,
-            missing=n_new - room,
-            aligned_offset=self.length,
-            label=f"layer{self.index}",
-        )
 
 
 def _check_spec(spec: LayerSpec, index: int) -> None:

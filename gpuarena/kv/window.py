@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpuarena.errors import CapacityError
 from gpuarena.kv._layer import KVLayer
 
 __all__ = ["WindowLayer"]
@@ -149,18 +148,3 @@ class WindowLayer(KVLayer):
     def _hold(self, runs: Sequence[range]) -> None:
         super()._hold(runs)
         self._held_from = runs[-1].start if len(runs) > 1 else self.spec.sinks
-
-    def _chunk_error(self, n_new: int, room: int) -> CapacityError:
-        window, slack = self.spec.window, self.spec.slack
-        return CapacityError(
-            f"layer {self.index}: {n_new} tokens at once do not fit beside a window of {window} tokens with slack "
-            f"{slack}, {room} do. Nothing was written: append the first tokens of all at once, later ones "
-            f"{room} at a time, or give the layer more slack",
-            used=self._n_slots - room,
-            requested=n_new,
-            capacity=self._n_slots,
-            available=room,
-            missing=n_new - room,
-            aligned_offset=self.length,
-            label=f"layer{self.index}",
-        )

@@ -10,11 +10,11 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupt_kit import interrupt, interrupted
 
 torch = pytest.importorskip("torch")
 
@@ -432,60 +432,6 @@ def test_no_rows_are_too_few_rows() -> None:
 
 
 # -- interrupts ---------------------------------------------------------------------------------------------------
-
-
-class Interrupt(BaseException):
-    """What Ctrl-C is."""
-
-
-def interrupt(call: Callable[[Any], Any], subject: Any, at: int) -> str:
-    """Interrupt a call at its line number `at` within the library; return the line, or nothing if it has fewer."""
-    n_seen, where = 0, ""
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if "/gpuarena/" in frame.f_code.co_filename else None
-
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal n_seen, where
-        n_seen += event == "line"
-        if event == "line" and n_seen == at:
-            sys.settrace(None)
-            where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-            raise Interrupt
-        return line
-
-    traced, mode = sys.gettrace(), torch.is_grad_enabled()
-    sys.settrace(trace)
-    try:
-        call(subject)
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(traced)
-        torch.set_grad_enabled(mode)  # the line may have been the one that leaves no_grad()
-    return where
-
-
-def interrupted(
-    make: Callable[[], Any], call: Callable[[Any], Any], state: Callable[[Any], Any]
-) -> list[str]:
-    """Return the lines of the library at which an interrupt leaves neither the state before nor that behind `call`."""
-    subject = make()
-    before = state(subject)
-    call(subject)
-    fine = (before, state(subject))
-    found: list[str] = []
-    for at in itertools.count(1):
-        subject = make()
-        where = interrupt(call, subject, at)
-        if not where:
-            break
-        try:
-            if state(subject) not in fine:
-                found.append(where)
-        except ArenaError:
-            found.append(where)
-    return found
 
 
 def _one_step(cache: KVCache) -> None:

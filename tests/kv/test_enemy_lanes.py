@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupt_kit import interrupt
 
 torch = pytest.importorskip("torch")
 
@@ -417,38 +416,6 @@ def test_a_scale_may_be_any_real_number(scale: Any) -> None:
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------
-
-
-class Interrupt(BaseException):
-    """What Ctrl-C is."""
-
-
-def interrupt(call: Callable[[Any], Any], subject: Any, at: int) -> str:
-    """Interrupt a call at its line number `at` within the library; return the line, or nothing if it has fewer."""
-    n_seen, where = 0, ""
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if "/gpuarena/" in frame.f_code.co_filename else None
-
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal n_seen, where
-        n_seen += event == "line"
-        if event == "line" and n_seen == at:
-            sys.settrace(None)
-            where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-            raise Interrupt
-        return line
-
-    traced, is_grad_enabled = sys.gettrace(), torch.is_grad_enabled()
-    sys.settrace(trace)
-    try:
-        call(subject)
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(traced)
-        torch.set_grad_enabled(is_grad_enabled)  # a line that leaves no_grad() was perhaps the one
-    return where
 
 
 def some_lanes() -> LaneCache:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupt_kit import interrupt, interrupted
 
 torch = pytest.importorskip("torch")
 
@@ -340,61 +339,6 @@ def test_tables_and_scales_may_be_of_other_kinds() -> None:
 
 
 # -- interrupts ---------------------------------------------------------------------------------------------------
-
-
-class Interrupt(BaseException):
-    """What Ctrl-C is."""
-
-
-def interrupt(call: Callable[[Any], Any], subject: Any, at: int) -> str:
-    """Interrupt a call at its line number `at` within the library; return the line, or nothing if it has fewer."""
-    n_seen, where = 0, ""
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if "/gpuarena/" in frame.f_code.co_filename else None
-
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal n_seen, where
-        n_seen += event == "line"
-        if event == "line" and n_seen == at:
-            sys.settrace(None)
-            where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-            raise Interrupt
-        return line
-
-    traced = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call(subject)
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(traced)
-    return where
-
-
-def interrupted(
-    make: Callable[[], Any], call: Callable[[Any], Any], state: Callable[[Any], Any]
-) -> list[Any]:
-    """Return the lines of the library at which an interrupt leaves neither the state before nor that behind `call`."""
-    before = state(make())
-    subject = make()
-    call(subject)
-    fine = (before, state(subject))
-    found: list[Any] = []
-    for at in itertools.count(1):
-        subject = make()
-        where = interrupt(call, subject, at)
-        if not where:
-            assert at > 5, "the call was traced"
-            break
-        try:
-            left = state(subject)
-        except (ArenaError, AssertionError, LookupError) as error:
-            left = error
-        if left not in fine:
-            found.append((where, left))
-    return found
 
 
 def two_sequences() -> Any:

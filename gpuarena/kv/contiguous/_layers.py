@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gpuarena.arena import Arena
-from gpuarena.errors import ArgumentError, DTypeError, ShapeError
+from gpuarena.errors import ArgumentError, ShapeError
+from gpuarena.kv._layer import check_dtypes
 from gpuarena.kv._ops import Ops
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec
 from gpuarena.region import Region
@@ -106,9 +107,4 @@ def check_arrays(own: SlotLayer, ops: Ops, keys: Any, values: Any) -> None:
             f"{who}: values are {list(v_shape)}, for these keys they must be {[*k_shape[:3], spec.value_dim]}",
             shape=v_shape,
         )
-    if (keys.dtype, values.dtype) != own.dtypes:
-        raise DTypeError(
-            f"{who}: keys are {keys.dtype} and values {values.dtype}, the cache holds {spec.dtype} and "
-            f"{spec.value_dtype}; convert them, or make the cache with their dtype",
-            dtype=keys.dtype,
-        )
+    check_dtypes(own.index, spec, keys, values, own.dtypes)

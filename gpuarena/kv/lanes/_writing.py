@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuarena.errors import DTypeError, ShapeError
+from gpuarena.errors import ShapeError
+from gpuarena.kv._layer import check_dtypes, check_shapes
 from gpuarena.kv.lanes._arrays import Lanes
 from gpuarena.kv.lanes._handles import LaneStep
 from gpuarena.kv.lanes._reading import LaneReading
@@ -69,30 +70,14 @@ class LaneWriting(LaneReading):
         spec = self._spec(layer)
         self._ops.check(keys, "keys")
         self._ops.check(values, "values")
-        k_shape, v_shape = tuple(keys.shape), tuple(values.shape)
-        if len(k_shape) != 4 or k_shape[1] != spec.kv_heads or k_shape[3] != spec.key_dim:
-            raise ShapeError(
-                f"layer {layer}: keys are {list(k_shape)}, the cache holds "
-                f"[rows, {spec.kv_heads}, tokens, {spec.key_dim}]",
-                shape=k_shape,
-            )
-        if v_shape != (*k_shape[:3], spec.value_dim):
-            raise ShapeError(
-                f"layer {layer}: values are {list(v_shape)}, for these keys they must be "
-                f"{[*k_shape[:3], spec.value_dim]}",
-                shape=v_shape,
-            )
+        check_shapes(layer, spec, keys, values)
+        k_shape = tuple(keys.shape)
         if k_shape[0] > self.n_lanes:
             raise ShapeError(
                 f"layer {layer}: {k_shape[0]} rows given, the cache has {self.n_lanes} lanes; make it with more",
                 shape=k_shape,
             )
-        if (keys.dtype, values.dtype) != self._wanted[layer]:
-            raise DTypeError(
-                f"layer {layer}: keys are {keys.dtype} and values {values.dtype}, the cache holds {spec.dtype} "
-                f"and {spec.value_dtype}; convert them, or make the cache with their dtype",
-                dtype=keys.dtype,
-            )
+        check_dtypes(layer, spec, keys, values, self._wanted[layer])
         return k_shape[0], k_shape[2]
 
     def step(self, lanes: Any = None, n_tokens: Any = 1) -> LaneStep:

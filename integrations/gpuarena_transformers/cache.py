@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from typing import Any, Literal
 
@@ -15,20 +14,16 @@ from transformers.cache_utils import (
 )
 
 from gpuarena import Arena
-from gpuarena.dtypes import as_dtype
 from gpuarena.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CheckpointError,
-    DeviceMismatchError,
-    DTypeError,
-    OutOfMemoryError,
     ShapeError,
     refuse_copy,
 )
-from gpuarena.kv import KVCheckpoint, KVLayer, KVScope, KVSpec, KVStats, LayerGroup, LayerSpec
+from gpuarena.kv import KVCheckpoint, KVScope, KVSpec, KVStats, LayerGroup, LayerSpec
 from gpuarena.kv.spec import positive
 from gpuarena_transformers.layers import ArenaLayer, removed
+from gpuarena_transformers.memory import CacheMemory
 from gpuarena_transformers.sizing import (
     decoder_config,
     free_nbytes,
@@ -37,9 +32,6 @@ from gpuarena_transformers.sizing import (
 )
 
 __all__ = ["ArenaCache", "StaticLinearKVCache"]
-
-#: Layers that one arena is made for when no config says how many there are.
-_LAYERS_WITHOUT_CONFIG = 8
 
 
 class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -96,8 +88,6 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
                 raise ArgumentError(
                     "max_context_length: the config declares no maximum; give the capacity in tokens"
                 )
-        if arena is not None and arena.backend != "torch":
-            raise ArgumentTypeError(f"arena must be a torch arena, not one of backend {arena.backend!r}")
         self.config = config
         self.max_batch_size = positive(max_batch_size, "max_batch_size")
         self.max_context_length = positive(max_context_length, "max_context_length")
@@ -106,16 +96,12 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
             max_tokens=self.max_context_length,
             capacity_hint=" (max_context_length)",
         )
-        self._device = None if device is None else _as_device(device)
-        self._dtype = None if dtype is None else as_dtype(dtype).torch
-        self._given_arena = arena
-        self.arenas: list[Arena] = [] if arena is None else [arena]
-        """The arenas that hold the cache: one, unless the model spans devices or the estimate was too low."""
-        self._warned = False
+        self.memory = CacheMemory(self.group, device=device, dtype=dtype, arena=arena)
         if config is None:
             super().__init__(layer_class_to_replicate=_LayerMaker(self))
         else:
             super().__init__(layers=self._layers_of(decoder_config(config)))
+            self.memory.layers = self.layers
 
     def _layers_of(self, config: Any) -> list[Any]:
         layer_types, kwargs = get_layer_types_and_kwargs(config)
@@ -185,7 +171,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         else:
             n_tokens = max_context_length
         cache = cls(model.config, max_batch_size, n_tokens)
-        cache._reserve(specs)
+        cache.memory.reserve(specs)
         return cache
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -196,107 +182,14 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return self.arenas[0] if self.arenas else None
 
     @property
+    def arenas(self) -> list[Arena]:
+        """The arenas that hold the cache: one, unless the model spans devices or the estimate was too low."""
+        return self.memory.arenas
+
+    @property
     def stats(self) -> KVStats:
         """Tokens and bytes that are held and reserved."""
         return self.group.stats
-
-    def take_layer(self, index: int, window: int | None, keys: torch.Tensor, values: torch.Tensor) -> KVLayer:
-        """Take the memory of layer `index` for tensors like these."""
-        self._check_first(keys, values)
-        spec = LayerSpec(
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[3],
-            keys.dtype,  # type: ignore[arg-type]  # LayerSpec converts
-            window,
-            values.dtype,  # type: ignore[arg-type]
-        )
-        arena = self._arena_for(index, spec, keys.device)
-        return self.group.add(arena, spec, index=index)
-
-    def _check_first(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raise unless the tensors are what the constructor was told, before memory is taken for them."""
-        for what, tensor in (("keys", keys), ("values", values)):
-            if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
-                raise ArgumentTypeError(f"{what} must be a tensor [batch, kv_heads, tokens, dim]")
-            wanted = self._device
-            if wanted is not None and (
-                tensor.device.type != wanted.type or wanted.index not in (None, tensor.device.index)
-            ):
-                raise DeviceMismatchError(f"{what} are on {tensor.device}, the cache was made for {wanted}")
-            keeps_float32 = what == "keys" and tensor.dtype == torch.float32
-            if self._dtype is not None and tensor.dtype != self._dtype and not keeps_float32:
-                raise DTypeError(f"{what} are {tensor.dtype}, the cache was made for {self._dtype}")
-
-    def _arena_for(self, index: int, spec: LayerSpec, device: torch.device) -> Arena:
-        """Return an arena on `device` with room for the layer, made for all that is still to come."""
-        if self._given_arena is not None and not self.group.layers:
-            self._check_given(self._given_arena, spec, device)
-        here = [arena for arena in self.arenas if torch.device(arena.device) == device]
-        for arena in here:
-            if self.group.top_after(arena, [spec]) <= arena.capacity:
-                return arena
-        return self._arena_for_rest(index, spec, device, is_first=not here)
-
-    def _check_given(self, arena: Arena, spec: LayerSpec, device: torch.device) -> None:
-        """Raise before anything is taken of a given arena that cannot hold all layers, if they are like the first."""
-        if torch.device(arena.device) != device:
-            raise DeviceMismatchError(f"the model is on {device}, the arena given on {arena.device}")
-        # Without a config nobody knows how many there are.
-        left = [spec] if self.config is None else self._layers_left(spec)
-        stats = arena.stats
-        needed = self.group.top_after(arena, left) - stats.top
-        if needed > stats.available:
-            raise OutOfMemoryError(
-                f"the cache needs {needed} bytes (layers: {len(left)}, rows: {self.max_batch_size}, tokens: "
-                f"{self.max_context_length}), the arena given has {stats.available} left; give a larger arena or a "
-                f"smaller max_context_length",
-                requested=needed,
-                aligned_offset=stats.top,
-                available=stats.available,
-                capacity=stats.capacity,
-                missing=needed - stats.available,
-                label="kv-cache",
-            )
-
-    def _arena_for_rest(self, index: int, spec: LayerSpec, device: torch.device, *, is_first: bool) -> Arena:
-        if self._given_arena is not None and is_first:
-            raise DeviceMismatchError(
-                f"layer {index} is on {device}, the arena given on {self._given_arena.device}"
-            )
-        is_estimate = self.config is not None or self._given_arena is not None
-        if not is_first and is_estimate and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"layer {index} needs {spec.bytes_per_token} bytes a token, more than the arena was made for; a second "
-                f"one holds the rest. ArenaCache.for_model(model) measures all layers beforehand",
-                stacklevel=5,
-            )
-        specs = self._layers_left(spec)
-        return self._new_arena(
-            KVSpec(specs).arena_nbytes(self.max_batch_size, self.max_context_length), device
-        )
-
-    def _new_arena(self, nbytes: int, device: torch.device) -> Arena:
-        arena = Arena(nbytes, backend="torch", device=device, name="kv-cache")
-        self.arenas.append(arena)
-        return arena
-
-    def _reserve(self, specs: dict[torch.device, KVSpec]) -> None:
-        """Take the memory for layers that are known, and first what moving the rows of the largest needs."""
-        for device, spec in specs.items():
-            arena = self._new_arena(spec.arena_nbytes(self.max_batch_size, self.max_context_length), device)
-            size = self.max_batch_size, self.max_context_length
-            self.group.reserve_scratch(arena, max(layer.scratch_nbytes(*size) for _, layer in spec.owned))
-
-    def _layers_left(self, spec: LayerSpec) -> list[LayerSpec]:
-        """Return what the layers without memory will hold: the first of them this, the others the most so far."""
-        if self.config is None:
-            n_left = _LAYERS_WITHOUT_CONFIG
-        else:
-            n_left = sum(isinstance(layer, ArenaLayer) and layer._kv is None for layer in self.layers)
-        seen = [spec, *(layer.spec for layer in self.group.layers)]
-        return [spec, *[max(seen, key=lambda one: one.bytes_per_token)] * (n_left - 1)]
 
     # -- lengths ------------------------------------------------------------------------------------------------
 
@@ -404,13 +297,13 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def __deepcopy__(self, memo: dict[int, Any]) -> ArenaCache:
         """Return a cache of the same capacity with a copy of the filled part, in an arena of its own."""
         other = type(self)(
-            self.config, self.max_batch_size, self.max_context_length, self._device, self._dtype
+            self.config, self.max_batch_size, self.max_context_length, self.memory.device, self.memory.dtype
         )
         memo[id(self)] = other
         by_device: dict[torch.device, list[LayerSpec]] = {}
         for held in self.group.layers:
             by_device.setdefault(torch.device(held.arena.device), []).append(held.spec)
-        other._reserve({device: KVSpec(specs) for device, specs in by_device.items()})
+        other.memory.reserve({device: KVSpec(specs) for device, specs in by_device.items()})
         with torch.no_grad():
             for index, layer in enumerate(self.layers):
                 if not isinstance(layer, ArenaLayer):
@@ -439,13 +332,6 @@ class _LayerMaker:
         cache = self._cache()
         assert cache is not None, "only the cache itself calls this"
         return ArenaLayer(cache, len(cache.layers))
-
-
-def _as_device(device: Any) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device {device!r}: {error}") from error
 
 
 def _refuse_encoder_decoder(config: Any) -> None:

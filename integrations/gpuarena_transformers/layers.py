@@ -91,7 +91,7 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
                 raise ArgumentError(
                     "the ArenaCache of this layer is gone; keep it as long as its layers are used"
                 )
-            self._kv = cache.take_layer(self._index, self.sliding_window, key_states, value_states)
+            self._kv = cache.memory.take_layer(self._index, self.sliding_window, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -93,7 +93,6 @@ def test_python_types_are_what_numpy_makes_of_them():
         ">f4",
         "S0",
     ],
-    ids=repr,
 )
 def test_what_is_no_element_type_is_refused(dtype):
     with pytest.raises(DTypeError):

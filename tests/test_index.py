@@ -130,7 +130,6 @@ def test_more_dimensions_than_numpy_has_are_an_index_error():
         {},
         object(),
     ],
-    ids=repr,
 )
 def test_what_would_need_a_copy_or_is_no_index_is_a_type_error(key):  # D6
     with pytest.raises(ArgumentTypeError):

@@ -138,6 +138,11 @@ class LayerGroup:
         return min(self._common.lengths, default=0)
 
     @property
+    def n_shared(self) -> int:
+        """First tokens that all rows have in common since `repeat` copied a single row."""
+        return self._common.n_shared
+
+    @property
     def is_empty(self) -> bool:
         """Whether no layer holds a token."""
         return not any(self._common.lengths)

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
+    DynamicCache,
     get_layer_types_and_kwargs,
 )
 
@@ -30,11 +31,12 @@ from gpuarena_transformers.sizing import (
     measure_layers,
     model_max_length,
 )
+from gpuarena_transformers.transcript import Transcript
 
 __all__ = ["ArenaCache", "StaticLinearKVCache"]
 
 
-class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
+class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """A fixed-capacity cache in one arena: ``model.generate(**inputs, cache=ArenaCache(model.config, 1, 4096))``.
 
     Up to transformers 5.23 the argument is called ``past_key_values``.
@@ -68,6 +70,9 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
     indices) are transformers' own and lie outside the arena; a cache with such layers makes no checkpoints.
     """
 
+    # A `DynamicCache`, because models and `EncoderDecoderCache` test for that where they mean a cache that grows
+    # and can be cropped; nothing of it is used.
+
     # A class attribute, because up to transformers 5.17 the base class has a property without a setter.
     max_batch_size: int = 1
 
@@ -97,10 +102,12 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
             capacity_hint=" (max_context_length)",
         )
         self.memory = CacheMemory(self.group, device=device, dtype=dtype, arena=arena)
+        self.transcript = Transcript()
+        """The token ids that the cache is known to hold."""
         if config is None:
-            super().__init__(layer_class_to_replicate=_LayerMaker(self))
+            Cache.__init__(self, layer_class_to_replicate=_LayerMaker(self))
         else:
-            super().__init__(layers=self._layers_of(decoder_config(config)))
+            Cache.__init__(self, layers=self._layers_of(decoder_config(config)))
             self.memory.layers = self.layers
 
     def _layers_of(self, config: Any) -> list[Any]:
@@ -212,6 +219,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def rollback(self, checkpoint: KVCheckpoint) -> None:
         """Forget every token since `checkpoint`; see `gpuarena.kv.LayerGroup.rollback`."""
         self.group.rollback(checkpoint)
+        self.transcript.cut(self.group.length)
 
     def scope(self) -> KVScope:
         """Return a context manager that forgets on exit what was appended inside.
@@ -251,10 +259,12 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
                 layer.crop(-n_removed)
         # Also for 0: a step that failed left more in its first layers.
         self.group.truncate(length - n_removed)
+        self.transcript.cut(length - n_removed)
 
     def reset(self) -> None:
         """Forget everything; the memory stays reserved for the next conversation."""
         self.group.reset()
+        self.transcript.clear()
         for layer in self.layers:
             if not isinstance(layer, ArenaLayer):
                 layer.reset()
@@ -270,11 +280,13 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Put row ``beam_idx[i]`` in place of row i, within the memory that is reserved."""
         self.group.reorder(beam_idx)
+        self.transcript.cut(self.group.n_shared)  # what all rows share; to move the rest would wait for a GPU
         self._foreign("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put `repeats` copies of each row side by side."""
         self.group.repeat(repeats)
+        self.transcript.repeat(int(repeats))
         self._foreign("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -285,6 +297,7 @@ class ArenaCache(Cache):  # type: ignore[misc]  # transformers is untyped
                 raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {n_rows}")
             indices = indices.nonzero().flatten()
         self.group.select(indices)
+        self.transcript.select(torch.as_tensor(indices))
         self._foreign("batch_select_indices", indices)
 
     def _foreign(self, method: str, argument: Any) -> None:

@@ -23,7 +23,6 @@ def test_a_handle_is_an_integer_or_comes_by_the_protocol():
 @pytest.mark.parametrize(
     "wrong",
     [None, True, -1, 1.0, "16", object(), speaks((1, 16)), speaks((0, 16, 0)), speaks(16), speaks((0, None))],
-    ids=str,
 )
 def test_what_is_no_stream_is_refused(wrong):
     with pytest.raises(ArgumentTypeError, match="stream"):

@@ -53,7 +53,7 @@ def test_the_set_up_commands_are_exactly_two():
     commands = re.findall(r"```sh\n(.*?)\n```", README.read_text(encoding="utf-8"), re.S)
     assert commands == [
         'pip install ".[demo]" && gpuarena demo',
-        'pip install -e ".[test]" && python -m pytest',
+        'pip install -e ".[test]" && python -m pytest -n auto --dist worksteal',
     ]
 
 

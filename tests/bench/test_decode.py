@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from gpuarena.bench import decode  # noqa: E402
+from gpuarena.bench import _models, decode  # noqa: E402
 from gpuarena.errors import ArgumentError  # noqa: E402
 
 
@@ -27,11 +27,11 @@ def test_every_variant_is_timed_at_every_length():
 
 
 def test_each_variant_runs_the_attention_in_its_name():
-    setup = decode._build(torch.device("cpu"), torch.float32, 2, decode._TINY)
-    for attention, model in setup.models.items():
+    models = _models.random_models(torch.device("cpu"), torch.float32, 2, _models.TINY).by_attention
+    for attention, model in models.items():
         layers = model.model.layers
         assert {layer.self_attn.config._attn_implementation for layer in layers} == {attention}
-    one, other = (model.state_dict() for model in setup.models.values())
+    one, other = (model.state_dict() for model in models.values())
     assert {name: tensor.data_ptr() for name, tensor in one.items()} == {
         name: tensor.data_ptr() for name, tensor in other.items()
     }

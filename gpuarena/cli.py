@@ -204,10 +204,7 @@ def bench_decode(
     from gpuarena.bench import decode
 
     console = Console()
-    try:
-        parsed = [int(length) for length in lengths.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{lengths!r} is no list of integers", param_hint="--lengths") from None
+    parsed = _integers(lengths, "--lengths")
     result = decode.run(
         device=_usable_device(device),
         dtype=dtype,
@@ -266,6 +263,94 @@ def bench_kv(
         layers=layers,
         rounds=rounds,
         cat_limit=cat_limit,
+        quick=quick,
+        on_group=lambda group: console.print(_alloc_table(group)),
+    )
+    _write_json(console, json_path, result)
+
+
+@bench_app.command("generate")
+def bench_generate(
+    model: Annotated[
+        str,
+        typer.Option(help="qwen2.5-1.5b (its geometry, random weights), smollm2, a folder or .gguf file."),
+    ] = "qwen2.5-1.5b",
+    device: Annotated[
+        str | None, typer.Option(help="Default: the GPU if there is one, otherwise the CPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    lengths: Annotated[str, typer.Option(help="Tokens held, separated by commas.")] = "512,4096,16384",
+    batches: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "1,4",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that whole calls make.")] = 32,
+    whole_limit: Annotated[int, typer.Option(min=0, help="Longest prompt of whole calls, in tokens.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 7,
+    quick: Annotated[bool, typer.Option(help="A tiny model and short prompts, to see that it runs.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the steps into this .png or .svg file.")] = None,
+) -> None:
+    """Time steps, whole answers and prompts that are used again, with each cache; count what they allocate."""
+    from gpuarena.bench import generate
+
+    console = Console()
+    result = generate.run(
+        model=model,
+        device=_usable_device(device),
+        dtype=dtype,
+        lengths=_integers(lengths, "--lengths"),
+        batches=_integers(batches, "--batches"),
+        layers=layers,
+        new_tokens=new_tokens,
+        whole_limit=whole_limit,
+        rounds=rounds,
+        quick=quick,
+        on_group=lambda group: console.print(_alloc_table(group)),
+    )
+    _write_json(console, json_path, result)
+    if plot is not None:
+        from gpuarena.bench.plot import plot_steps
+
+        plot_steps(result, plot)
+        console.print(f"drawn in {plot}", highlight=False, soft_wrap=True)
+
+
+def _integers(text: str, option: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of integers", param_hint=option) from None
+
+
+@bench_app.command("attention")
+def bench_attention(
+    device: Annotated[
+        str | None, typer.Option(help="Default: the GPU if there is one, otherwise the CPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    batches: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "1,4",
+    lengths: Annotated[str, typer.Option(help="Tokens held, separated by commas.")] = "512,4096,16384",
+    queries: Annotated[
+        str, typer.Option(help="Query tokens of a call, separated by commas.")
+    ] = "1,2,4,8,16,32,64,128",
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 7,
+    quick: Annotated[bool, typer.Option(help="A few small shapes, to see that it runs.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Time attn_implementation="gpuarena" against transformers' own attention, by queries, tokens and mask."""
+    from gpuarena.bench import attention
+
+    console = Console()
+    numbers = {}
+    for name, text in (("batches", batches), ("lengths", lengths), ("queries", queries)):
+        try:
+            numbers[name] = [int(number) for number in text.split(",")]
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is no list of integers", param_hint=f"--{name}") from None
+    result = attention.run(
+        device=_usable_device(device),
+        dtype=dtype,
+        **numbers,
+        rounds=rounds,
         quick=quick,
         on_group=lambda group: console.print(_alloc_table(group)),
     )

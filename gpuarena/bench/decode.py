@@ -114,7 +114,7 @@ def measure_step(models: Models, length: int, *, largest: int, rounds: int, batc
             with torch.inference_mode():
                 caches[name].take(caches[REFERENCE])
         logits[name] = step(name).float()
-    difference = _differences(logits, length, str(models.dtype).removeprefix("torch."))
+    difference = differences(logits, length, str(models.dtype).removeprefix("torch."))
     times = interleave(
         {name: functools.partial(step, name) for name in VARIANTS},
         rounds=rounds,
@@ -130,7 +130,7 @@ def measure_step(models: Models, length: int, *, largest: int, rounds: int, batc
     }
 
 
-def _differences(logits: dict[str, torch.Tensor], length: int, dtype: str) -> dict[str, float]:
+def differences(logits: dict[str, torch.Tensor], length: int, dtype: str) -> dict[str, float]:
     """Return how far the logits are from those of the reference, in standard deviations."""
     difference = {
         name: float((value - logits[REFERENCE]).abs().max() / logits[REFERENCE].std())

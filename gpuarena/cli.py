@@ -1,4 +1,4 @@
-"""The command line: ``gpuarena demo`` and ``gpuarena bench``."""
+"""The command line: ``gpuarena demo``, ``gpuarena size`` and ``gpuarena bench``."""
 
 from __future__ import annotations
 
@@ -96,6 +96,24 @@ def demo(
     console.print(_demo_table(report))
     for line in _demo_notes(report):
         console.print(line, highlight=False)
+
+
+@app.command("size")
+def size_command(
+    model: Annotated[
+        str, typer.Argument(help="Folder, config.json or .gguf file; or a name such as qwen2.5-1.5b.")
+    ],
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's maximum.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows: sequences times beams.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float16 or float32.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Say what the KV cache of a model takes, and what context fits, without its weights."""
+    from gpuarena._cli_size import size
+
+    size(model, context=context, batch=batch, dtype=dtype, as_json=as_json, console=Console())
 
 
 def _usable_device(device: str | None) -> str:

@@ -22,10 +22,12 @@ def text_of(name):
 
 @pytest.mark.parametrize(
     ("name", "n_examples"),
-    [("promises.md", 40), ("limits.md", 20), ("architecture.md", 0), ("kv.md", 40)],
+    [("promises.md", 40), ("limits.md", 20), ("architecture.md", 0), ("kv.md", 40), ("transformers.md", 35)],
 )
 def test_the_examples_run(name, n_examples):
     pytest.importorskip("torch")
+    if name == "transformers.md":
+        pytest.importorskip("transformers")
     if name == "limits.md" and sys.platform != "linux":
         pytest.skip("memory that grows needs Linux")
     text = re.sub(r"^```.*$", "", text_of(name), flags=re.M)  # a fence is no output
@@ -34,6 +36,17 @@ def test_the_examples_run(name, n_examples):
     output: list[str] = []
     results = doctest.DocTestRunner(verbose=False).run(examples, out=output.append)
     assert not results.failed, "".join(output)
+
+
+def test_the_blocks_run():
+    """Those of the page on transformers that are no dialogue: one after the other, in one namespace."""
+    pytest.importorskip("transformers")
+    blocks = re.findall(r"^```python\n(.*?)^```", text_of("transformers.md"), re.M | re.S)
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        if ">>>" not in block:
+            exec(compile(block, "docs/transformers.md", "exec"), namespace)
+    assert namespace
 
 
 @pytest.mark.parametrize("name", [path.name for path in DOCS.glob("*.md")])

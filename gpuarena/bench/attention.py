@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from gpuarena.bench._kv_setup import Group, Setup, Variant, WrongDataError, group
 from gpuarena.bench.harness import environment
+from gpuarena.bench.memory import AllocationMeter
 from gpuarena.errors import ArgumentError
 from gpuarena.kv import attention as kv_attention
 
@@ -206,19 +206,18 @@ def _group(
             n=n_calls,
             wanted=bodies[reference],
             tolerance=_TOLERANCE[setup.dtype],
-            figures={"allocated_nbytes": _allocated(body)} if setup.device == "cpu" else {},
+            figures={"peak_nbytes": _peak_nbytes(body)},
         )
         for name, body in bodies.items()
     }
     return group(title, variants, reference, setup)
 
 
-def _allocated(body: Callable[[], Any]) -> int:
-    """Return the bytes that a call allocates on the CPU, those inside kernels and those it frees included."""
-    body()  # the first call allocates what kernels keep
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+def _peak_nbytes(body: Callable[[], Any]) -> int:
+    """Return the most bytes that a call holds at once, without those inside kernels."""
+    with AllocationMeter() as meter:
         body()
-    return sum(max(event.self_cpu_memory_usage, 0) for event in profiler.events())
+    return int(meter.peak_nbytes)
 
 
 def _tensors(

@@ -20,9 +20,10 @@ from gpuarena.kv.spec import positive
 
 __all__ = ["attend", "causal_mask"]
 
-#: Up to so many queries a key/value head the group is folded although a mask has to be repeated for it. With more,
-#: arithmetic outweighs what reading keys twice costs.
-FOLD_MAX_QUERIES = 64
+#: Up to so many queries a key/value head the group is folded although a mask has to be repeated for it. With more
+#: the fold is at most a third faster than torch's own grouping, and its mask takes more memory than 2 heads of keys
+#: and values of dim 128 in bfloat16 do. ``gpuarena bench attention`` measures both.
+FOLD_MAX_QUERIES = 192
 
 #: What torch has attention for on every device.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -140,24 +141,46 @@ def scaled_dot_product(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Return scaled dot product attention; the group is folded into the queries where that is a view.
+    """Return scaled dot product attention, ``[batch, q_heads, n, value_dim]``, of which no key or value is copied.
 
-    `is_causal` is for as many keys as queries. Nothing is checked.
+    The group is folded into the queries where that is faster, and left to torch's `enable_gqa` otherwise.
+
+    Parameters
+    ----------
+    q, keys, values, scale
+        As for `attend`; `q` may be of a batch of 1, for all rows.
+    mask : ``[batch or 1, q_heads or 1, n or 1, tokens]``, optional
+        Bool, True where a query may attend, or numbers to add to the scores.
+    is_causal : bool
+        For as many keys as queries.
+
+    Notes
+    -----
+    Nothing is checked. Keys and values of different dims are copied by `enable_gqa`.
     """
-    batch, q_heads, n, dim = q.shape
+    q_heads, n, dim = q.shape[1:]
     kv_heads = keys.shape[1]
     group = q_heads // kv_heads
     if group == 1 or is_causal or (n > 1 and group * n > FOLD_MAX_QUERIES):
         return F.scaled_dot_product_attention(
             q, keys, values, mask, scale=scale, is_causal=is_causal, enable_gqa=group > 1
         )
-    folded = q.reshape(batch, kv_heads, group * n, dim)
-    if mask is not None and n > 1 and mask.shape[1] == 1:
-        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(mask.shape[0], 1, group * n, -1)
-    elif mask is not None and mask.shape[1] > 1:
-        mask = mask.reshape(mask.shape[0], kv_heads, group * n, mask.shape[3])
+    # Query head h belongs to key/value head h // group, so consecutive heads form a group.
+    folded = q.reshape(q.shape[0], kv_heads, group * n, dim)
+    if mask is not None:
+        mask = _fold_mask(mask, kv_heads, group, n)
     out = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
-    return out.reshape(batch, q_heads, n, values.shape[3])
+    return out.reshape(out.shape[0], q_heads, n, values.shape[3])
+
+
+def _fold_mask(mask: torch.Tensor, kv_heads: int, group: int, n: int) -> torch.Tensor:
+    """Return ``[batch or 1, kv_heads or 1, group * n or 1, tokens]``; a copy only of a mask that differs by query."""
+    rows, heads, queries, n_tokens = mask.shape
+    if heads > 1:
+        return mask.expand(-1, -1, n, -1).reshape(rows, kv_heads, group * n, n_tokens)
+    if queries == 1:
+        return mask
+    return mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(rows, 1, group * n, n_tokens)
 
 
 def check_scale(scale: Any) -> Any:

@@ -8,30 +8,38 @@ True
 In a decode step one query token meets all keys, and with grouped heads several query heads share one
 key/value head. Treated as separate heads, they read the same keys once each, or a copy of them made by
 ``repeat_kv``. Here the group becomes the query axis of scaled dot product attention (SDPA), by a view of the
-query and nothing else::
+query and nothing else, in `gpuarena.kv.attention.scaled_dot_product`::
 
-    query  [batch, q_heads, 1, key_dim]  ->  [batch, kv_heads, group, key_dim]
-    mask   [batch, q_heads, 1, n_keys]   ->  [batch, kv_heads, group, n_keys]   ([batch, 1, 1, n_keys] stays)
+    query  [batch, q_heads, n, key_dim]  ->  [batch, kv_heads, group * n, key_dim]
+
+A few queries are folded alike (assisted decoding verifies that many), for which a mask is repeated. Many queries
+with a mask (a prompt in chunks, left padding, a window) are left to torch's own grouping, where transformers'
+function would repeat keys and values.
 
 =====================================================  =====================================================
 a call with                                            goes to
 =====================================================  =====================================================
-a soft cap or attention sinks (Gemma 2, GPT-OSS, ...)  the model's own ``eager_attention_forward``
-one query token, grouped heads, a device type in       the fold above
-`FOLD_DEVICE_TYPES`, and no training
+a soft cap or attention sinks (Gemma 2, GPT-OSS, ...)  `attend_by_scores`, under the conditions [*]_ below;
+                                                       else the model's own ``eager_attention_forward``
+grouped heads, and one query token, or a mask, or no   the fold above, or torch's grouping, under the
+causality                                              conditions below
 anything else                                          transformers' ``sdpa_attention_forward``
 =====================================================  =====================================================
 
+.. [*] A device type in `FOLD_DEVICE_TYPES`, no training, no dropout, no ``output_attentions``, no
+   ``position_bias``, and a mask of four dimensions if any.
+
 transformers tests whether a model supports SDPA for the name "sdpa" only, and some model files compare that
 name. What they leave undone for another name is done here: soft caps and sinks; the key selection of sparse
-models (DeepSeek-V3.2, GLM-MoE-DSA), which pass the indices on instead of masking; the mask of Gemma 4, which
-drops query rows. Refused with `UnsupportedAttentionError`: MiniMax-M3, sparse in blocks, and models that do
+models (DeepSeek-V3.2, GLM-MoE-DSA), which pass the indices on instead of masking; the masks of Gemma 4, which
+drops query rows, and of DeepSeek-V4, which appends columns. Refused with `UnsupportedAttentionError`: MiniMax-M3, sparse in blocks, and models that do
 not look their attention up by name (BLOOM, MPT, XGLM), which would add a boolean mask to their scores. Models
 that choose a class by name (Falcon, GPT-Neo) fail with ``KeyError: 'gpuarena'`` when they are built.
 
 Not guaranteed: that nothing is copied. Eager functions repeat keys and values for each query head. Where keys
 and values differ in head dimension, torch's CPU kernel gives way to the general one, which scales a copy of
-the keys.
+the keys, and repeats keys and values where the group is not folded. Nor which function a call goes to: the choice
+is of speed, and the results differ by rounding.
 """
 
 from __future__ import annotations
@@ -41,12 +49,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from gpuarena.errors import ArenaError
+from gpuarena.kv.attention import scaled_dot_product
+
+from ._scores import attend_by_scores
 
 __all__ = [
     "FOLD_DEVICE_TYPES",
@@ -58,8 +68,9 @@ __all__ = [
 
 _NAME = "gpuarena"
 
-#: Device types (``tensor.device.type``) on which the group is folded. CUDA is not among them, as SDPA packs
-#: groups there by itself when it has no mask. Where the fold is faster: ``FOLD_DEVICE_TYPES.add("cuda")``.
+#: Device types (``tensor.device.type``) on which calls go another way than stock SDPA or the model's own eager
+#: function. CUDA is not among them, as SDPA packs groups there by itself when it has no mask. Where the fold is
+#: faster: ``FOLD_DEVICE_TYPES.add("cuda")``.
 FOLD_DEVICE_TYPES: set[str] = {"cpu"}
 
 #: Arguments by which models ask for what SDPA cannot do, and what each is.
@@ -68,6 +79,9 @@ _BEYOND_SDPA = {
     "s_aux": "attention sinks",  # GPT-OSS, MiMo-V2, Granite SWA, DeepSeek-V4, HY-V4, Flint
     "sinks": "attention sinks",  # Inkling 2
 }
+
+#: Model types that append columns of zeros and least numbers to the mask, which in a boolean one mean the reverse.
+_APPENDS_TO_MASKS = ("deepseek_v4",)
 
 
 class UnsupportedAttentionError(ArenaError, ValueError):
@@ -135,26 +149,45 @@ def gpuarena_attention_forward(
         # The model has applied its selection to the mask only if it is called "eager" or "sdpa".
         attention_mask = _spell_out(attention_mask, module, query, key, is_causal)
         attention_mask = _hide_unselected(attention_mask, indices, n_keys=key.shape[2])
-    for name, needs in _BEYOND_SDPA.items():
-        if kwargs.get(name) is not None:
-            eager = _own_eager_function(module)
-            if eager is None:
-                raise _unsupported(type(module), needs, "eager")
-            mask = _additive(_spell_out(attention_mask, module, query, key, is_causal), query.dtype)
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling  # some eager functions require it
-            output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scale, **kwargs)
-            return output, weights
-    if (
-        query.shape[2] == 1
+    folds = (
+        query.device.type in FOLD_DEVICE_TYPES
         and query.shape[1] > key.shape[1]
-        and query.device.type in FOLD_DEVICE_TYPES
         and dropout == 0.0
         and not module.training
-        and not kwargs.get("output_attentions")
+        and not _wants_weights(module, kwargs)
         and kwargs.get("position_bias") is None
         and (attention_mask is None or attention_mask.dim() == 4)
-    ):
-        return _folded_attention(query, key, value, attention_mask, scaling), None
+    )
+    hides_future = (
+        attention_mask is None
+        and query.shape[2] > 1
+        and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    )
+    beyond = [name for name in _BEYOND_SDPA if kwargs.get(name) is not None]
+    if beyond:
+        eager = _own_eager_function(module)
+        if eager is None:
+            raise _unsupported(type(module), _BEYOND_SDPA[beyond[0]], "eager")
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling  # some eager functions require it
+        if folds and _is_capped_or_sinks(beyond, kwargs, n_heads=query.shape[1]):
+            softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+            output = attend_by_scores(
+                query,
+                key,
+                value,
+                attention_mask,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                is_causal=hides_future,
+            )
+            return output, None
+        mask = _additive(_spell_out(attention_mask, module, query, key, is_causal), query.dtype)
+        output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scale, **kwargs)
+        return output, weights
+    if folds and not hides_future:  # stock SDPA needs no copy to hide the future
+        output = scaled_dot_product(query, key, value, attention_mask, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
     output, weights = sdpa_attention_forward(
         module,
         query,
@@ -172,7 +205,7 @@ def gpuarena_attention_forward(
 def gpuarena_mask(
     *, q_length: int, config: Any = None, allow_is_causal_skip: bool = True, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Build the mask that `gpuarena_attention_forward` takes: transformers' ``sdpa_mask``, with two guards.
+    """Build the mask that `gpuarena_attention_forward` takes: transformers' ``sdpa_mask``, with three guards.
 
     Without a mask function of that name transformers passes no mask at all, and left padding is attended to.
 
@@ -181,6 +214,7 @@ def gpuarena_mask(
     mask : [batch, 1, q_length, n_keys], optional
         Boolean, True attends; None where ``sdpa_mask`` sees that the lengths say it all. A sliding window
         that hides a key is never left out: ``sdpa_mask`` does so only while keys are fewer than the window.
+        Additive, and never None, for DeepSeek-V4, which appends the mask of compressed keys to it.
 
     Raises
     ------
@@ -194,6 +228,9 @@ def gpuarena_mask(
             # Layers that share keys keep only the query rows whose logits are wanted. "Causal" without a mask
             # would then count from the first of those rows; the model prevents that for the name "sdpa" only.
             allow_is_causal_skip = False
+        if str(getattr(config, "model_type", "")).startswith(_APPENDS_TO_MASKS):
+            added: torch.Tensor | None = eager_mask(q_length=q_length, config=config, **kwargs)
+            return added
     mask: torch.Tensor | None = sdpa_mask(
         q_length=q_length, config=config, allow_is_causal_skip=allow_is_causal_skip, **kwargs
     )
@@ -206,22 +243,20 @@ def register() -> None:
     AttentionMaskInterface.register(_NAME, gpuarena_mask)
 
 
-def _folded_attention(
-    query: torch.Tensor,  # [batch, q_heads, 1, key_dim]
-    key: torch.Tensor,  # [batch, kv_heads, n_keys, key_dim]
-    value: torch.Tensor,  # [batch, kv_heads, n_keys, value_dim]
-    mask: torch.Tensor | None,  # [batch or 1, q_heads or 1, 1, n_keys]
-    scaling: float | None,
-) -> torch.Tensor:  # [batch, 1, q_heads, value_dim]
-    q_heads, kv_heads = query.shape[1], key.shape[1]
-    group = q_heads // kv_heads
-    # Query head h belongs to key/value head h // group, so consecutive heads form a group.
-    query = query.reshape(query.shape[0], kv_heads, group, query.shape[3])
-    if mask is not None and mask.shape[1] != 1:
-        mask = mask.reshape(mask.shape[0], kv_heads, group, mask.shape[3])
-    # Not causal: the rows are heads of one token, which sees all keys that the mask leaves.
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(output.shape[0], 1, q_heads, output.shape[3])
+def _wants_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("output_attentions")
+    if asked is None:  # models that are not asked in a call look here
+        asked = getattr(getattr(module, "config", None), "output_attentions", False)
+    return bool(asked)
+
+
+def _is_capped_or_sinks(beyond: list[str], kwargs: dict[str, Any], *, n_heads: int) -> bool:
+    """Whether `attend_by_scores` computes what the model asks for by these arguments."""
+    if beyond == ["softcap"]:
+        return True
+    # No eager function knows both, so together they would mean something else; and sinks of other shapes
+    # are computed from hidden states.
+    return beyond == ["s_aux"] and tuple(kwargs["s_aux"].shape) == (n_heads,)
 
 
 def _own_eager_function(module: torch.nn.Module) -> Callable[..., Any] | None:

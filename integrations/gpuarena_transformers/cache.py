@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import os
 import weakref
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
+    CacheLayerMixin,
     DynamicCache,
+    LinearAttentionCacheLayerMixin,
     get_layer_types_and_kwargs,
 )
 
 from gpuarena import Arena
 from gpuarena.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CheckpointError,
     ShapeError,
     refuse_copy,
 )
-from gpuarena.kv import KVCheckpoint, KVScope, KVSpec, KVStats, LayerGroup, LayerSpec
+from gpuarena.kv import KVCheckpoint, KVScope, LayerGroup
 from gpuarena.kv.spec import positive
+from gpuarena_transformers.budget import Plan, Sizing, least_of_ranks
+from gpuarena_transformers.checkpoints import CacheCheckpoint
+from gpuarena_transformers.copying import copy_contents
+from gpuarena_transformers.files import load_cache, save_cache
+from gpuarena_transformers.indexed import ArenaIndexedLayer
+from gpuarena_transformers.layer_types import has_states, holds_tokens, is_foreign, make_layer
 from gpuarena_transformers.layers import ArenaLayer, removed
+from gpuarena_transformers.layout import measure_layout
 from gpuarena_transformers.memory import CacheMemory
+from gpuarena_transformers.overflow import CacheStats, Overflow
+from gpuarena_transformers.prefix import Branches, Prefix, prefill_prefix
 from gpuarena_transformers.sizing import (
     decoder_config,
+    devices_of,
     free_nbytes,
-    measure_layers,
     model_max_length,
 )
+from gpuarena_transformers.state_group import StateGroup
+from gpuarena_transformers.states import ArenaStateLayer
 from gpuarena_transformers.transcript import Transcript
 
 __all__ = ["ArenaCache", "StaticLinearKVCache"]
+
+#: Tokens that a cache of states alone is made for: it holds nothing of them.
+_NO_LIMIT = 2**62
 
 
 class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
@@ -55,6 +74,9 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Only checked: tensors that disagree are refused. Keys may stay in float32, as GPT-J's do.
     arena : Arena, optional
         A torch arena to take the memory from; by default the cache makes its own at the first token.
+    on_full : str
+        ``"raise"``, or ``"fallback"``: go on with ordinary tensors that grow, after one `CacheOverflowWarning`, and
+        come back to the arena when enough tokens are dropped.
 
     Raises
     ------
@@ -66,15 +88,28 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     `generate` tells a cache no length, so a cache that is too small is found out in the step that does not
     fit: it raises `gpuarena.CapacityError` before anything is written, and can be rolled back and used again.
 
-    Layers that hold something else than keys and values a token (recurrent states, sparse-attention
-    indices) are transformers' own and lie outside the arena; a cache with such layers makes no checkpoints.
+    Convolution and recurrent states and the keys of sparse-attention indexers lie in the arena, too. A
+    checkpoint copies the states, since they cannot be cut as keys and values can, and `rollback` brings them back.
+    A step that fails leaves the states of its first layers advanced: roll back, or reset, before you go on.
+    Layers that a model registers with a class of its own (DeepSeek-V4, MiniMax-M3) stay what they are and lie
+    outside the arena; a cache with such layers makes no checkpoints.
     """
 
     # A `DynamicCache`, because models and `EncoderDecoderCache` test for that where they mean a cache that grows
     # and can be cropped; nothing of it is used.
 
+    #: What an error calls the argument that is the capacity.
+    _capacity_name = "max_context_length"
+
     # A class attribute, because up to transformers 5.17 the base class has a property without a setter.
     max_batch_size: int = 1
+
+    #: Where the bytes of a cache from `for_model` go; None for others.
+    sizing: Sizing | None = None
+    has_states: bool = False
+    """Whether layers hold states, which a checkpoint copies."""
+    holds_tokens: bool = True
+    """Whether any layer holds something for each token; otherwise (Mamba) the cache never fills up."""
 
     def __init__(
         self,
@@ -85,10 +120,14 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         dtype: Any = None,
         *,
         arena: Arena | None = None,
+        on_full: Literal["raise", "fallback"] = "raise",
     ) -> None:
         _refuse_encoder_decoder(config)
+        overflow = Overflow.chosen(on_full)
         if max_context_length is None:
             max_context_length = None if config is None else model_max_length(config)
+            if max_context_length is None and config is not None and not holds_tokens(_layer_types(config)):
+                max_context_length = _NO_LIMIT
             if max_context_length is None:
                 raise ArgumentError(
                     "max_context_length: the config declares no maximum; give the capacity in tokens"
@@ -99,9 +138,11 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.group = LayerGroup(
             batch=self.max_batch_size,
             max_tokens=self.max_context_length,
-            capacity_hint=" (max_context_length)",
+            capacity_hint=f" ({self._capacity_name})",
         )
-        self.memory = CacheMemory(self.group, device=device, dtype=dtype, arena=arena)
+        self.on_full = on_full
+        self.memory = CacheMemory(self.group, device=device, dtype=dtype, arena=arena, overflow=overflow)
+        self.states = StateGroup(self.group)
         self.transcript = Transcript()
         """The token ids that the cache is known to hold."""
         if config is None:
@@ -114,18 +155,13 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         layer_types, kwargs = get_layer_types_and_kwargs(config)
         if isinstance(kwargs, dict):  # up to transformers 5.18 all layers shared theirs
             kwargs = [kwargs] * len(layer_types)
-        layers: list[Any] = []
-        for index, (layer_type, options) in enumerate(zip(layer_types, kwargs, strict=True)):
-            if layer_type == "full_attention":
-                layers.append(ArenaLayer(self, index))
-            elif layer_type in ("sliding_attention", "chunked_attention"):
-                layers.append(ArenaLayer(self, index, options["sliding_window"]))
-            elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**options))
-            else:
-                raise ArgumentError(
-                    f"layer {index} is of type {layer_type!r}, which this transformers does not cache"
-                )
+        self.has_states = has_states(layer_types)
+        self.holds_tokens = self.states.holds_tokens = holds_tokens(layer_types)
+        layers = [
+            make_layer(self, index, layer_type, options)
+            for index, (layer_type, options) in enumerate(zip(layer_types, kwargs, strict=True))
+        ]
+        self.states.layers = [layer for layer in layers if isinstance(layer, ArenaStateLayer)]
         return layers
 
     @classmethod
@@ -136,49 +172,69 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         memory_fraction: float = 0.9,
         *,
         max_batch_size: int = 1,
+        on_full: Literal["raise", "fallback"] = "raise",
+        measure_prefill: bool | None = None,
+        max_prompt_length: int | None = None,
     ) -> ArenaCache:
         """Return a cache with exact shapes, dtypes and devices, from one forward of a single token.
+
+        `sizing` says afterwards where the bytes go.
 
         Parameters
         ----------
         model : PreTrainedModel
         max_context_length : int or "auto"
-            Capacity in tokens; "auto" is the model's maximum, or what fits if that is less.
+            Capacity in tokens; "auto" is the model's maximum, or what fits beside a prompt if that is less.
         memory_fraction : float
             Share of the free memory that "auto" may take of each device.
-        max_batch_size : int
+        max_batch_size, on_full
             As in the constructor.
+        measure_prefill : bool, optional
+            Whether to find out what a prompt needs besides the cache, by four forwards of short ones: 32 to 128
+            tokens on a CPU, 128 to 512 elsewhere. By default for "auto" only.
+        max_prompt_length : int, optional
+            The longest prompt that is read at once, for that; by default one that fills the cache.
 
         Raises
         ------
         OutOfMemoryError
-            The memory cannot be reserved; it is taken here, not at the first token.
+            More than is free; the memory is taken here, not at the first token.
+        ArgumentError
+            "auto" where not even one token fits, or where a device does not tell what is free.
         """
         _refuse_encoder_decoder(model.config)
-        measured = measure_layers(model)
-        by_device: dict[torch.device, list[LayerSpec]] = {}
-        for spec, device in measured.values():
-            by_device.setdefault(device, []).append(spec)
-        specs = {device: KVSpec(layers) for device, layers in by_device.items()}
+        is_auto = isinstance(max_context_length, str)
+        if is_auto and max_context_length != "auto":
+            raise ArgumentError(
+                f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
+            )
+        if not 0 < memory_fraction <= 1:
+            raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
+        rows, longest = positive(max_batch_size, "max_batch_size"), model_max_length(model.config)
+        prompt = None if max_prompt_length is None else positive(max_prompt_length, "max_prompt_length")
+        layout = measure_layout(model)
+        held = [layer for layer, own in enumerate(cls(model.config, rows, 1).layers) if not is_foreign(own)]
+        plan = Plan(layout, held, rows, free_nbytes, devices_of(model))
+        if not plan.specs and not plan.states:
+            raise ArgumentError(
+                f"{type(model).__name__} caches nothing that an arena could hold; use the cache that it makes itself"
+            )
+
+        def make(n_tokens: int) -> ArenaCache:
+            cache = cls(model.config, rows, n_tokens, on_full=on_full)
+            cache.memory.reserve(plan.specs, plan.states)
+            return cache
+
+        if is_auto if measure_prefill is None else measure_prefill:
+            plan.measure_prefill(model, make, longest=longest, prefill_tokens=prompt)
         if isinstance(max_context_length, str):
-            if max_context_length != "auto":
-                raise ArgumentError(
-                    f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
-                )
-            if not 0 < memory_fraction <= 1:
-                raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
-            lengths = [
-                kv.max_tokens(max(1, int(free_nbytes(device) * memory_fraction)), max_batch_size)
-                for device, kv in specs.items()
-            ]
-            longest = model_max_length(model.config)
-            n_tokens = min(lengths if longest is None else [*lengths, longest])
-            if n_tokens < 1:
-                raise ArgumentError("there is no memory free for even one token; give max_context_length")
+            n_tokens, limit = plan.most_tokens(memory_fraction, longest)
+            n_tokens = least_of_ranks(model, n_tokens)
         else:
-            n_tokens = max_context_length
-        cache = cls(model.config, max_batch_size, n_tokens)
-        cache.memory.reserve(specs)
+            n_tokens, limit = positive(max_context_length, "max_context_length"), "as asked"
+            plan.check(n_tokens)
+        cache = make(n_tokens)
+        cache.sizing = plan.sizing(n_tokens, limit)
         return cache
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -190,44 +246,79 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def arenas(self) -> list[Arena]:
-        """The arenas that hold the cache: one, unless the model spans devices or the estimate was too low."""
+        """The arenas that hold the cache.
+
+        One, unless the model spans devices, the estimate was too low, or layers hold states or indexers: those are
+        of sizes that only a measured model tells beforehand.
+        """
         return self.memory.arenas
 
     @property
-    def stats(self) -> KVStats:
-        """Tokens and bytes that are held and reserved."""
-        return self.group.stats
+    def stats(self) -> CacheStats:
+        """Tokens and bytes that are held and reserved, in the arena and beyond it."""
+        stats = CacheStats.of(self.group)
+        return dataclasses.replace(
+            stats,
+            reserved_nbytes=stats.reserved_nbytes + self.states.reserved_nbytes,
+            used_nbytes=stats.used_nbytes + self.states.used_nbytes,
+        )
 
     # -- lengths ------------------------------------------------------------------------------------------------
 
-    def checkpoint(self) -> KVCheckpoint:
-        """Return the present state, to which `rollback` brings the cache back in constant time.
+    def checkpoint(self) -> CacheCheckpoint:
+        """Return the present state, to which `rollback` brings the cache back.
+
+        Keys and values are not copied, states are: `nbytes` of the checkpoint says how much. The time is constant in
+        tokens.
 
         Raises
         ------
         CheckpointError
-            A layer holds a state that cannot be rolled back, or a step failed half-way.
+            A layer holds something outside the arena, or a step failed half-way.
         """
+        self._check_restorable()
+        return CacheCheckpoint(self.group.checkpoint(), self.states.copy())
+
+    def rollback(self, checkpoint: KVCheckpoint) -> None:
+        """Forget everything since `checkpoint`, which stays usable; see `gpuarena.kv.LayerGroup.rollback`.
+
+        States become what they were, bit by bit, also after a step that failed. Where only states are held, every
+        checkpoint since the last `reset` can be gone back to, also when rows changed places.
+
+        Raises
+        ------
+        CheckpointError
+            It belongs to another cache, or the tokens it stood for are gone. Unchanged on error.
+        """
+        has_copy = isinstance(checkpoint, CacheCheckpoint)
+        if self.has_states and isinstance(checkpoint, KVCheckpoint) and not has_copy:
+            raise ArgumentTypeError("rollback takes a checkpoint of the cache, not one of its group")
+        self.states.check_live()
+        self.group.rollback(checkpoint)
+        if isinstance(checkpoint, CacheCheckpoint):
+            self.states.restore(checkpoint.states)
+        self.transcript.cut(self.group.length)
+        self.transcript.keep_first(self.group.rows)
+
+    def scope(self) -> KVScope:
+        """Return a context manager that forgets on exit what came inside; states are copied on entry.
+
+        Prefill a prompt once, then ``with cache.scope(): model.generate(...)`` as often as needed. Inside, a single
+        row may be repeated for beams.
+        """
+        self._check_restorable()
+        # Of the cache and not of its group, which knows nothing of states and transcript.
+        return KVScope(self)
+
+    def _check_restorable(self) -> None:
+        """Raise `CheckpointError` if something could not be brought back."""
         for index, layer in enumerate(self.layers):
-            if _is_foreign(layer):
+            if is_foreign(layer):
                 raise CheckpointError(
                     f"layer {index} is a {type(layer).__name__}, whose state lies outside the arena and cannot be "
                     f"rolled back; copy.deepcopy(cache) keeps a copy of it"
                 )
-        return self.group.checkpoint()
-
-    def rollback(self, checkpoint: KVCheckpoint) -> None:
-        """Forget every token since `checkpoint`; see `gpuarena.kv.LayerGroup.rollback`."""
-        self.group.rollback(checkpoint)
-        self.transcript.cut(self.group.length)
-
-    def scope(self) -> KVScope:
-        """Return a context manager that forgets on exit what was appended inside.
-
-        Prefill a prompt once, then ``with cache.scope(): model.generate(...)`` as often as needed.
-        """
-        self.checkpoint()  # raises for layers that cannot be rolled back
-        return self.group.scope()
+        self.states.check_complete()
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens of every layer.
@@ -235,7 +326,8 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Raises
         ------
         ArgumentError
-            Negative, or more than every layer holds. Unchanged on error.
+            Negative, or more than every layer holds; or fewer than now, where recurrent states are held: those
+            cannot be cut, `rollback` to a `checkpoint` brings them back. Unchanged on error.
         """
         keep, length = positive(n_tokens, "n_tokens", least=0), self.group.length
         if keep > length:
@@ -248,30 +340,54 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         Raises
         ------
         ArgumentError
-            A positive number, or more than there are. Unchanged on error.
+            A positive number, or more than there are; or recurrent states, as in `truncate`. Unchanged on error.
         """
         n_removed = removed(tokens_to_remove)
-        length = self.group.length
-        if n_removed > length:
+        self._check_one_count()
+        length = self.group.length if self.holds_tokens else None  # which nobody counts for states
+        if length is not None and n_removed > length:
             raise ArgumentError(f"crop(-{n_removed}): the cache holds only {length} tokens")
+        n_left = None if length is None else length - n_removed
+        self.states.check_cut(n_removed, n_left)
         for layer in self.layers:
-            if not isinstance(layer, ArenaLayer):
+            if is_foreign(layer):
                 layer.crop(-n_removed)
-        # Also for 0: a step that failed left more in its first layers.
-        self.group.truncate(length - n_removed)
-        self.transcript.cut(length - n_removed)
+        if n_left is not None:
+            # Also for 0: a step that failed left more in its first layers.
+            self.group.truncate(n_left)
+        self.states.cut(n_removed, n_left)
+        self.transcript.cut(max(0, len(self.transcript) - n_removed) if n_left is None else n_left)
+
+    def _check_one_count(self) -> None:
+        """Raise unless all layers count the same tokens; a step that failed left more in the first of them."""
+        held = self.group.layers
+        for before, layer in pairwise(held):
+            if layer.length > before.length:
+                raise ArgumentError(
+                    f"layer {layer.index} holds {layer.length} tokens and layer {before.index} {before.length}: one of "
+                    f"them holds what the others do not count, such as a picture, and they cannot be cut by one number; "
+                    f"reset() empties them"
+                )
 
     def reset(self) -> None:
         """Forget everything; the memory stays reserved for the next conversation."""
         self.group.reset()
+        self.states.reset()
         self.transcript.clear()
-        for layer in self.layers:
-            if not isinstance(layer, ArenaLayer):
-                layer.reset()
+        for index, layer in enumerate(self.layers):
+            if is_foreign(layer):
+                # Anew, since in transformers 5.17 some go on with old states after their reset().
+                self.layers[index] = self._new_layer(index)
+
+    def _new_layer(self, index: int) -> Any:
+        """Return an empty layer of the type that the config gives a number."""
+        layer_types, kwargs = get_layer_types_and_kwargs(decoder_config(self.config))
+        options = kwargs if isinstance(kwargs, dict) else kwargs[index]
+        return make_layer(self, index, layer_types[index], options)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the capacity in tokens."""
-        return self.max_context_length
+        """Return the capacity in tokens; -1 where only states are held, which is never full."""
+        return self.max_context_length if self.holds_tokens else -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
@@ -279,60 +395,169 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Put row ``beam_idx[i]`` in place of row i, within the memory that is reserved."""
+        held = self._rows_to_move()
         self.group.reorder(beam_idx)
         self.transcript.cut(self.group.n_shared)  # what all rows share; to move the rest would wait for a GPU
-        self._foreign("reorder_cache", beam_idx)
+        self._moved(beam_idx, held, "reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put `repeats` copies of each row side by side."""
+        held = self._rows_to_move()
         self.group.repeat(repeats)
         self.transcript.repeat(int(repeats))
-        self._foreign("batch_repeat_interleave", repeats)
+        rows = [row for row in range(held or 0) for _ in range(int(repeats))]
+        self._moved(rows, held, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the given rows; a boolean mask of the rows is taken too."""
+        held = self._rows_to_move()
         if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
-            n_rows = self.group.rows
-            if n_rows is not None and tuple(indices.shape) != (n_rows,):
-                raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {n_rows}")
+            if held is not None and tuple(indices.shape) != (held,):
+                raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {held}")
             indices = indices.nonzero().flatten()
         self.group.select(indices)
         self.transcript.select(torch.as_tensor(indices))
-        self._foreign("batch_select_indices", indices)
+        self._moved(indices, held, "batch_select_indices", indices)
 
-    def _foreign(self, method: str, argument: Any) -> None:
+    def _rows_to_move(self) -> int | None:
+        self.states.reserve_scratch()
+        return self.group.rows
+
+    def _moved(self, rows: Any, held: int | None, method: str, argument: Any) -> None:
+        """Do with the other layers what was done with keys and values, of which `held` rows are now `rows`."""
+        self.states.gather(rows, held, self.group.rows or 0)
         for layer in self.layers:
-            if _is_foreign(layer):
+            if isinstance(layer, ArenaIndexedLayer):
+                layer.move_rows(rows)
+            elif is_foreign(layer):
                 getattr(layer, method)(argument)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer holds states alone; up to transformers 5.22 it would count ours with keys as well."""
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+            for layer in self.layers
+        ]
+
+    # -- prompts that are shared --------------------------------------------------------------------------------
+
+    def prefix(
+        self, model: Any, ids_or_text: Any, tokenizer: Any = None, *, chunk_size: int | None = None
+    ) -> Prefix:
+        """Prefill tokens behind those that are held, and return the prefix, from which answers start without a copy.
+
+        ::
+
+            system = cache.prefix(model, "You answer in one sentence.", tokenizer)
+            with system:
+                answer = model.generate(**system.inputs(question, tokenizer), cache=cache)
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+        ids_or_text
+            A text, several, token ids ``[n]`` or ``[rows, n]``, or what a tokenizer returns.
+        tokenizer : optional
+            For texts. It adds special tokens only where the cache is empty.
+        chunk_size : int, optional
+            Tokens a forward; all at once by default.
+
+        Raises
+        ------
+        CapacityError
+            Before the first forward, unless ``on_full="fallback"``.
+        ArgumentError
+            No tokens; a text without a tokenizer; or the ids of tokens that are held are not known.
+        ArgumentTypeError, ShapeError, CheckpointError
+            Unchanged on error, also of the model.
+        """
+        return prefill_prefix(self, model, ids_or_text, tokenizer, chunk_size=chunk_size)
+
+    def branches(self, n: int) -> Branches:
+        """Return a context manager in which the row that is held is `n` rows, for continuations side by side.
+
+        Raises
+        ------
+        ShapeError
+            More than `max_batch_size`; on entry, if not one row is held.
+        """
+        return Branches(self, n)
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Write what is held to a file of the safetensors format, which `load` reads: keys, values and transcript.
+
+        Only filled tokens and rows in use are written. A file that is there already is replaced when the new one is
+        complete. Checkpoints are not saved.
+
+        Parameters
+        ----------
+        path : str or path
+        metadata : mapping of str to str, optional
+            Texts to keep in the file; `gpuarena.kv.state.read_state` gives them back.
+        progress : callable, optional
+            Called with ``(done_nbytes, total_nbytes)``.
+
+        Raises
+        ------
+        ArgumentError, CheckpointError
+            Nothing is held; a layer holds a state that cannot be saved, or a step failed half-way.
+        ArgumentTypeError, DTypeError, StaleRegionError, CaptureError, OSError
+            Whatever is raised, a file that was there is as before, and no other is left behind.
+        """
+        save_cache(self, path, metadata, progress)
+
+    def load(
+        self, path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
+    ) -> None:
+        """Hold what `save` wrote instead of what is held; checkpoints and prefixes die.
+
+        A cache that never held a token takes its memory, on its `device`, that of its arena, or torch's default one.
+
+        Raises
+        ------
+        StateError
+            It is no such file, it is damaged, or of another model; `field`, `found` and `wanted` tell.
+        CapacityError, ShapeError
+            More tokens than there is room for, unless ``on_full="fallback"``; more rows than `max_batch_size`.
+        DTypeError, OutOfMemoryError, BackendError, CaptureError, StaleRegionError, OSError, ArgumentTypeError
+            Unchanged on error, unless reading the bytes itself fails: then the cache is empty.
+        """
+        load_cache(self, path, progress)
 
     # -- copies -------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ArenaCache:
         """Return a cache of the same capacity with a copy of the filled part, in an arena of its own."""
         other = type(self)(
-            self.config, self.max_batch_size, self.max_context_length, self.memory.device, self.memory.dtype
+            self.config,
+            self.max_batch_size,
+            self.max_context_length,
+            self.memory.device,
+            self.memory.dtype,
+            on_full=self.on_full,
         )
+        if self.memory.overflow is not None and other.memory.overflow is not None:
+            other.memory.overflow.is_announced = self.memory.overflow.is_announced
         memo[id(self)] = other
-        by_device: dict[torch.device, list[LayerSpec]] = {}
-        for held in self.group.layers:
-            by_device.setdefault(torch.device(held.arena.device), []).append(held.spec)
-        other.memory.reserve({device: KVSpec(specs) for device, specs in by_device.items()})
-        with torch.no_grad():
-            for index, layer in enumerate(self.layers):
-                if not isinstance(layer, ArenaLayer):
-                    other.layers[index] = copy.deepcopy(layer, memo)
-                elif layer.is_initialized:
-                    other.update(layer.keys, layer.values, index)
+        copy_contents(self, other, memo)
         return other
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)
 
     def __repr__(self) -> str:
-        return (
-            f"ArenaCache({self.group.length} of {self.max_context_length} tokens, {self.group.rows or 0} of "
-            f"{self.max_batch_size} rows, {len(self.layers)} layers)"
-        )
+        tokens = f"{self.group.length} of {self.max_context_length} tokens, " if self.holds_tokens else ""
+        rows = f"{self.group.rows or 0} of {self.max_batch_size} rows"
+        return f"ArenaCache({tokens}{rows}, {len(self.layers)} layers)"
 
 
 class _LayerMaker:
@@ -350,14 +575,14 @@ class _LayerMaker:
 def _refuse_encoder_decoder(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ArgumentError(
-            f"{type(config).__name__} is an encoder-decoder: its self- and cross-attention need a cache each, "
+            f"{type(config).__name__} is an encoder-decoder: its self- and cross-attention need a cache each. Use "
+            f"ArenaEncoderDecoderCache, or, for the self-attention alone, "
             f"EncoderDecoderCache(ArenaCache(None, max_batch_size, max_context_length), DynamicCache())"
         )
 
 
-def _is_foreign(layer: Any) -> bool:
-    """Return whether a layer keeps a state outside the arena; those that read another layer's cache keep none."""
-    return not isinstance(layer, ArenaLayer) and type(layer).__name__ != "DummyLayer"
+def _layer_types(config: Any) -> list[str]:
+    return list(get_layer_types_and_kwargs(decoder_config(config))[0])
 
 
 #: The name that this cache had first.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from gpuarena.errors import ArgumentError
+from gpuarena.errors import ArenaError, ArgumentError
 from gpuarena.kv import KVLayer
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         self._max_length = cache.max_context_length
         self._index = index
         self._kv: KVLayer | None = None
+        self._has_states = cache.has_states
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.record_past = False  # nothing is ever evicted, so the past is always there
@@ -88,9 +89,7 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         if self._kv is None:
             cache = self._cache()
             if cache is None:
-                raise ArgumentError(
-                    "the ArenaCache of this layer is gone; keep it as long as its layers are used"
-                )
+                raise cache_is_gone()
             self._kv = cache.memory.take_layer(self._index, self.sliding_window, key_states, value_states)
 
     def update(
@@ -101,12 +100,27 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         Raises
         ------
         CapacityError, ShapeError, DTypeError, DeviceMismatchError, AutogradError, StaleRegionError
-            Before anything is written; see `gpuarena.kv.KVLayer.append`.
+            Before anything is written; see `gpuarena.kv.KVLayer.append`. Recurrent states of layers before this one
+            were advanced by then: `ArenaCache.rollback` brings them back.
+        CheckpointError
+            Such a step failed, and nobody rolled back.
         """
-        if self._kv is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self._kv is not None, "lazy_initialization sets it"
-        return self._kv.append(key_states, value_states)
+        cache = self._cache() if self._has_states else None
+        if cache is not None:
+            cache.states.check_whole()
+        try:
+            if self._kv is None:
+                self.lazy_initialization(key_states, value_states)
+            assert self._kv is not None, "lazy_initialization sets it"
+            return self._kv.append(key_states, value_states)
+        except ArenaError:
+            if cache is not None:
+                cache.states.step_failed(self._index)
+            raise
+
+    def lacks(self, kind: str) -> bool:
+        """Return whether memory of a kind is still to be taken."""
+        return kind == "kv" and self._kv is None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens `update` will return for such a query, and the position of the first."""
@@ -140,15 +154,15 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Refuse: rows change places in all layers at once."""
-        raise _whole_cache("reorder_cache")
+        raise whole_cache("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: rows change places in all layers at once."""
-        raise _whole_cache("batch_repeat_interleave")
+        raise whole_cache("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Refuse: rows change places in all layers at once."""
-        raise _whole_cache("batch_select_indices")
+        raise whole_cache("batch_select_indices")
 
 
 def removed(tokens_to_remove: int) -> int:
@@ -168,5 +182,11 @@ def _refuse(value: Any) -> None:
         )
 
 
-def _whole_cache(method: str) -> ArgumentError:
+def cache_is_gone() -> ArgumentError:
+    """Return the error of a layer that needs its cache, which nobody kept."""
+    return ArgumentError("the ArenaCache of this layer is gone; keep it as long as its layers are used")
+
+
+def whole_cache(method: str) -> ArgumentError:
+    """Return the error of a method that all layers have to follow at once."""
     return ArgumentError(f"call {method} on the cache, not on one layer: all layers share their rows")

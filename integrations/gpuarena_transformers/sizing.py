@@ -1,17 +1,29 @@
-"""What a model's cache will hold: measured on the model, or what its config tells."""
+"""What sizing a cache asks a model, its config and its devices."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from gpuarena.errors import ArgumentError
-from gpuarena.kv import LayerSpec
 
-__all__ = ["cache_argument", "decoder_config", "free_nbytes", "measure_layers", "model_max_length"]
+__all__ = [
+    "cache_argument",
+    "cache_of_one_token",
+    "decoder_config",
+    "devices_of",
+    "evaluating",
+    "free_nbytes",
+    "input_device",
+    "model_max_length",
+]
 
 
 def decoder_config(config: Any) -> Any:
@@ -29,47 +41,64 @@ def model_max_length(config: Any) -> int | None:
     return None
 
 
-def measure_layers(model: Any) -> dict[int, tuple[LayerSpec, torch.device]]:
-    """Return the exact shapes, dtypes and devices of the attention layers, by one forward of a single token.
+def devices_of(model: Any) -> list[torch.device]:
+    """Return the devices that hold weights of a model, other than the meta device."""
+    found = dict.fromkeys(parameter.device for parameter in model.parameters())
+    return [device for device in found if device.type != "meta"]
 
-    The key of the result is the layer's number in the cache. Layers that cache nothing a token, such as
-    recurrent ones and those that read another layer's cache, are left out.
+
+def cache_of_one_token(model: Any) -> DynamicCache:
+    """Return what a model puts in transformers' own cache for a single token.
+
+    The model may be on the meta device. Its training mode is as it was afterwards.
     """
     cache = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
+    with evaluating(model), torch.no_grad():
+        model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    return cache
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put a model in evaluation mode inside of the block."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
-            token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-            model(input_ids=token, use_cache=True, **{cache_argument(): cache})
+        yield
     finally:
         for module in in_training:  # not model.train(), since a part of a model may be in another mode
             module.training = True
-    found = {}
-    for index, layer in enumerate(cache.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.ndim != 4:
-            continue
-        spec = LayerSpec(
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[3],
-            keys.dtype,
-            getattr(layer, "sliding_window", None),
-            values.dtype,
-        )
-        found[index] = (spec, keys.device)
-    if not found:
-        raise ArgumentError(
-            f"{type(model).__name__} caches no keys and values; there is nothing for an arena to hold"
-        )
-    return found
 
 
-def cache_argument() -> str:
-    """Return the name of the cache argument of `forward` and `generate`: ``"cache"`` from transformers 5.24 on."""
+def input_device(model: Any) -> torch.device:
+    """Return where a model wants its token ids.
+
+    With offloaded weights ``model.device`` is "meta", and accelerate's hooks know where the model runs.
+    """
+    device = torch.device(model.device)
+    if device.type != "meta":
+        return device
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for one in getattr(hook, "hooks", [hook]):
+            where = getattr(one, "execution_device", None)
+            if where is not None:
+                return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+    return device
+
+
+def cache_argument(model: Any = None) -> str:
+    """Return the name of the cache argument of `forward` and `generate`: ``"cache"`` from transformers 5.24 on.
+
+    Before, some models had a name of their own, ``"cache_params"`` (Mamba): give the model to be told.
+    """
     import transformers
 
+    if model is not None:
+        taken = inspect.signature(model.forward).parameters
+        if "cache_params" in taken and not {"cache", "past_key_values"} & taken.keys():
+            return "cache_params"
     major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
     return "cache" if (major, minor) >= (5, 24) else "past_key_values"
 
@@ -83,12 +112,43 @@ def free_nbytes(device: torch.device) -> int:
         This kind of device does not tell.
     """
     if device.type == "cpu":
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            pass  # not a POSIX system
+        free = [nbytes for nbytes in (_available_nbytes(), _container_nbytes()) if nbytes is not None]
+        if free:
+            return max(min(free), 0)
     else:
         module: Any = getattr(torch, device.type, None)
         if hasattr(module, "mem_get_info"):
             return int(module.mem_get_info(device)[0])
     raise ArgumentError(f"free memory on {device} is unknown; give max_context_length as a number of tokens")
+
+
+def _available_nbytes() -> int | None:
+    """Return what the system could give without swapping: also what only caches files."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None  # not a POSIX system
+
+
+def _container_nbytes(root: str = "/sys/fs/cgroup") -> int | None:
+    """Return what is left of the limit of a container, whose processes are killed above it; None without one."""
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = int(Path(root, limit).read_text())  # "max" is no limit, and no number
+            taken = int(Path(root, used).read_text())
+            stat = Path(root, used).with_name("memory.stat").read_text()
+            reclaimable = dict(line.split() for line in stat.splitlines()).get(cached, "0")
+            return most - taken + int(reclaimable)
+        except (OSError, ValueError):
+            continue
+    return None

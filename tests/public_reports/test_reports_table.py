@@ -44,12 +44,14 @@ def read(name: str, n_rows: int, paths: set[Path], *on_a_gpu: Path) -> Table:
 
 
 OF_CACHES = set(Path(__file__).parent.glob("test_reports_kv_*.py"))
-OTHERS = set(Path(__file__).parent.glob("test_*.py")) - OF_CACHES - {Path(__file__)}
+OF_TRANSFORMERS = set(Path(__file__).parent.glob("test_reports_transformers*.py"))
+OTHERS = set(Path(__file__).parent.glob("test_*.py")) - OF_CACHES - OF_TRANSFORMERS - {Path(__file__)}
 TABLES = {
     "public-reports.md": read(
         "public-reports.md", 51, OTHERS, ROOT / "tests" / "gpu" / "test_public_reports_gpu.py"
     ),
     "public-reports-kv.md": read("public-reports-kv.md", 56, OF_CACHES),
+    "public-reports-transformers.md": read("public-reports-transformers.md", 35, OF_TRANSFORMERS),
 }
 
 

@@ -10,125 +10,69 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from family_configs import ENCODER_DECODER, L4, MLA, TEXT, VISION, WINDOW, C
 from gpuarena_transformers import cache_argument
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
+
+__all__ = [
+    "CACHE",
+    "CONFIGS",
+    "ENCODER_DECODER",
+    "FAMILIES",
+    "L4",
+    "MLA",
+    "MODES",
+    "N_NEW",
+    "N_TOKENS",
+    "TEXT",
+    "TOLERANCE",
+    "VISION",
+    "WINDOW",
+    "C",
+]
 
 #: Name of the cache argument of this transformers.
 CACHE = cache_argument()
 #: float32 rounding moves these logits by 1e-5 at most, over all kernels.
 TOLERANCE = 1e-3
 
-C = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": None,  # never ends early
-    "pad_token_id": 0,
-    "initializer_range": 0.1,
-}
-L4 = C | {"num_hidden_layers": 4}
-WINDOW = 8
-
-MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
-GPT2 = {
-    "vocab_size": 128,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "initializer_range": 0.1,
-}
-GEMMA4 = L4 | {
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 0,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 128,
-}
-
 #: name -> config class and its arguments.
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", C),
-    "qwen2": ("Qwen2Config", C),
-    "mistral": ("MistralConfig", C | {"sliding_window": WINDOW, "head_dim": 16}),
-    "gemma2": ("Gemma2Config", L4 | {"head_dim": 16, "sliding_window": WINDOW}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        C
-        | {
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        },
-    ),
-    "gpt-oss": (
-        "GptOssConfig",
-        C | {"head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "deepseek-v3": ("DeepseekV3Config", C | MLA),
-    "gpt2": ("GPT2Config", GPT2 | {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}),
-    # Layers of different sizes: 2 heads of 16 in those with a window, 2 of 32 in the others.
-    "gemma4": ("Gemma4TextConfig", GEMMA4 | {"num_global_key_value_heads": 2}),
-    # Its last two layers read the cache of others.
-    "gemma4-shared": (
-        "Gemma4TextConfig",
-        GEMMA4 | {"num_global_key_value_heads": 1, "num_kv_shared_layers": 2},
-    ),
-    # Convolution states beside the keys and values.
-    "lfm2": (
-        "Lfm2Config",
-        C | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
-    ),
-    # Recurrent states beside the keys and values.
-    "bamba": (
-        "BambaConfig",
-        C
-        | {
-            "num_hidden_layers": 3,
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 4,
-            "mamba_d_head": 32,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 8,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_chunk_size": 8,
-        },
-    ),
-}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = TEXT | ENCODER_DECODER | VISION
 #: Those that every way of generating is tested with.
 FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "gpt-oss", "deepseek-v3", "gpt2"]
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return a new config."""
+    """Return a new config; skip the test where this transformers has no such family."""
     class_name, arguments = CONFIGS[name]
-    return getattr(transformers, class_name)(**arguments | changes)
+    try:
+        config_class = getattr(transformers, class_name)
+    except AttributeError:
+        pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
+    return config_class(**arguments | changes)
+
+
+def _build(name: str, config: Any, **options: Any) -> Any:
+    """Return a model with new weights."""
+    factory: Any = AutoModelForCausalLM
+    if name == "whisper":
+        factory = AutoModelForSpeechSeq2Seq
+    elif name in ENCODER_DECODER:
+        factory = AutoModelForSeq2SeqLM
+    elif name in VISION:
+        factory = AutoModelForImageTextToText
+    model = factory.from_config(config, **options).eval()
+    if name == "gemma3-vl":  # it begins with zeros, and pictures that all look the same
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    return model
 
 
 @functools.cache
@@ -138,20 +82,19 @@ def model(name: str, attention: str | None = None) -> Any:
         attention = "eager"  # SDPA drops its soft cap without a word, up to transformers 5.20
     torch.manual_seed(len(name))
     options = {} if attention is None else {"attn_implementation": attention}
-    return AutoModelForCausalLM.from_config(config(name), **options).eval()
+    return _build(name, config(name), **options)
 
 
 @functools.cache
 def draft(name: str) -> Any:
     """Return a model that proposes four tokens at a time, often the right ones.
 
-    It has the weights of the family's model, a little changed, and no windows: up to transformers 5.17 the
-    `DynamicCache` of a draft model fails behind one.
+    It has the weights of the family's model, a little changed, and windows that are never full: up to transformers
+    5.17 the `DynamicCache` of a draft model fails behind one.
     """
-    changes: dict[str, Any] = {"sliding_window": None} if name == "mistral" else {}
-    if "sliding_attention" in (getattr(config(name), "layer_types", None) or ()):
-        changes["layer_types"] = ["full_attention"] * config(name).num_hidden_layers
-    assistant = AutoModelForCausalLM.from_config(config(name, **changes)).eval()
+    windows = ("sliding_window", "attention_chunk_size", "local_attention")
+    changes = {key: 256 for key in windows if CONFIGS[name][1].get(key)}
+    assistant = _build(name, config(name, **changes))
     torch.manual_seed(7)
     with torch.no_grad():
         for own, others in zip(assistant.parameters(), model(name).parameters(), strict=True):
@@ -173,7 +116,7 @@ class Mode:
 
     def arguments(self, name: str) -> dict[str, Any]:
         """Return the arguments of `generate` but the cache."""
-        found = prompt(self.prompt) | self.options
+        found = (source(self.prompt) if name == "whisper" else prompt(self.prompt)) | self.options
         if found.get("assistant_model") == "draft":
             found["assistant_model"] = draft(name)
         if self.prompt == "embeds":
@@ -198,6 +141,12 @@ def prompt(kind: str = "two") -> dict[str, torch.Tensor]:
         mask[0, :4] = 0
         ids = ids.where(mask == 1, 0)
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def source(kind: str = "two") -> dict[str, torch.Tensor]:
+    """Return what whisper listens to: 60 frames of 16 frequencies, of one row or two."""
+    frames = torch.randn(2, 16, 60, generator=torch.Generator().manual_seed(5))
+    return {"input_features": frames[:1] if kind in ("one", "repeating") else frames}
 
 
 MODES = {

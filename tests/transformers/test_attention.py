@@ -484,6 +484,31 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 128,
 }
+DEEPSEEK_V4 = {  # one key/value head, a window, and compressed keys behind it
+    "num_hidden_layers": 4,
+    "intermediate_size": None,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "sliding_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["moe"] * 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 2,
+}
 GPT2 = {
     "hidden_size": None,
     "intermediate_size": None,
@@ -517,6 +542,7 @@ MODELS = {
     ),
     "deepseek-v3": ("DeepseekV3Config", MLA, "sdpa"),
     "deepseek-v3.2, sparse": ("DeepseekV32Config", SPARSE, "sdpa"),
+    "deepseek-v4, compressed with sinks": ("DeepseekV4Config", DEEPSEEK_V4, "eager"),
     "hy-v4, sparse with sinks": ("HYV4Config", SPARSE, "eager"),
     "gpt2, ungrouped": ("GPT2Config", GPT2, "sdpa"),
 }
@@ -622,10 +648,14 @@ def test_set_attn_implementation_switches_a_model_that_exists():
     model.set_attn_implementation("gpuarena")
     with pytest.MonkeyPatch.context() as patch:
         n_folds = []
-        fold = attention._folded_attention
-        patch.setattr(attention, "_folded_attention", lambda *args: n_folds.append(1) or fold(*args))
+        fold = attention.scaled_dot_product
+        patch.setattr(
+            attention,
+            "scaled_dot_product",
+            lambda *args, **kwargs: n_folds.append(1) or fold(*args, **kwargs),
+        )
         folded = decoded_logits(model, ids, mask)
-    assert len(n_folds) == 2 * 9  # two layers; the first of ten tokens comes from the prefill
+    assert len(n_folds) == 2 * 10  # two layers; the prompt, for its padding, and nine tokens after the first
     torch.testing.assert_close(folded, stock, rtol=0, atol=LOGITS_TOLERANCE)
 
 

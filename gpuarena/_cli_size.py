@@ -1,0 +1,206 @@
+"""The command ``gpuarena size``: what a model's cache takes, before there is a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gpuarena.errors import ArgumentError, BackendError
+from gpuarena.kv import KVSpec
+
+__all__ = ["size"]
+
+#: Memory of common GPUs, in GB of 10**9 bytes.
+_DEVICES_GB = (8, 16, 24, 80)
+_DTYPES = ("bfloat16", "float16", "float32")
+#: What a kind of layer is, for people.
+_KINDS = {
+    "full": "full attention",
+    "window": "window",
+    "chunked": "chunks",
+    "indexed": "full, with an index",
+    "recurrent": "recurrent state",
+    "hybrid": "attention and state",
+    "shared": "reads another layer's",
+    "empty": "no attention",
+}
+
+
+def size(
+    source: str,
+    *,
+    context: int | None,
+    batch: int,
+    dtype: str,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Print what the cache of a model takes; `source` is a folder, config.json, .gguf file or built-in name."""
+    found = _find(source, context=context, batch=batch, dtype=dtype)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    name, n_tokens, rows = found["model"], found["context"], found["batch"]
+    console.print(f"[bold]{name}[/bold], {found['dtype']}, {found['source']}", highlight=False)
+    console.print(_kinds_table(found))
+    total = found["nbytes"] + found["scratch_nbytes"]
+    parts = f"{_grouped(found['bytes_per_token'])} bytes a token"
+    if found["state_nbytes"]:
+        parts += f", {_grouped(found['state_nbytes'])} bytes a sequence whatever its length"
+    console.print(parts, highlight=False)
+    scratch = (
+        f", of which {_megabytes(found['scratch_nbytes'])} MB to move rows" if found["scratch_nbytes"] else ""
+    )
+    each = f"{_grouped(n_tokens)} tokens x {rows} {'row' if rows == 1 else 'rows'}"
+    console.print(f"{each}: {_megabytes(total)} MB{scratch}", highlight=False)
+    longest = found["max_length"]
+    if longest is not None and n_tokens > longest:
+        console.print(f"[yellow]the model was made for {_grouped(longest)} tokens[/yellow]", highlight=False)
+    console.print(_fits_table(found))
+    console.print(
+        "GB are 10**9 bytes. A prompt needs room besides: ArenaCache.for_model(model) measures how much.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _find(source: str, *, context: int | None, batch: int, dtype: str) -> dict[str, Any]:
+    """Return all figures, as they are written with ``--json``."""
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
+    try:
+        import torch
+        import transformers
+        from gpuarena_transformers.budget import most_tokens_in, reserved_nbytes
+        from gpuarena_transformers.from_config import size_of_config
+        from gpuarena_transformers.model_files import read_config
+        from gpuarena_transformers.sizing import model_max_length
+    except ImportError as error:
+        raise BackendError(
+            f"gpuarena size needs the transformers extra: pip install 'gpuarena[cli,transformers]' ({error})"
+        ) from error
+    transformers.logging.set_verbosity_error()  # of the config, of which only a part may be given
+    config, name, stored_nbytes = read_config(source)
+    sized = size_of_config(config, getattr(torch, dtype), name=name)
+    layout, longest = sized.layout, model_max_length(config)
+    n_tokens = context or longest or 4096
+
+    specs = [spec for layer in layout.layers for spec in layer.per_token]
+    kv = KVSpec(specs) if specs else None
+    states = [state for layer in layout.layers for state in layer.states]
+    nbytes = layout.nbytes(batch, n_tokens)
+
+    def most(gigabytes: int, taken: int) -> int | None:
+        return most_tokens_in(gigabytes * 10**9 - taken, kv, states, batch)
+
+    return {
+        "model": name,
+        "source": layout.source,
+        "dtype": dtype,
+        "context": n_tokens,
+        "batch": batch,
+        "max_length": longest,
+        "bytes_per_token": layout.bytes_per_token,
+        "state_nbytes": layout.state_nbytes,
+        "nbytes": nbytes,
+        "scratch_nbytes": reserved_nbytes(kv, states, batch, n_tokens) - nbytes if batch > 1 else 0,
+        "n_parameters": sized.n_parameters,
+        "weights_nbytes": sized.weights_nbytes,
+        "stored_nbytes": stored_nbytes,
+        "layers": [_kind_figures(kind, layers, batch, n_tokens) for kind, layers in layout.of_kind().items()],
+        "fits": [
+            {
+                "gigabytes": gigabytes,
+                "without_weights": most(gigabytes, 0),
+                "with_weights": most(gigabytes, sized.weights_nbytes),
+            }
+            for gigabytes in _DEVICES_GB
+        ],
+    }
+
+
+def _kind_figures(kind: str, layers: list[Any], batch: int, n_tokens: int) -> dict[str, Any]:
+    per_token = sum(layer.bytes_per_token for layer in layers)
+    state_nbytes = sum(layer.state_nbytes for layer in layers)
+    specs = [layer.spec for layer in layers if layer.spec is not None]
+    windows = sorted({spec.window for spec in specs if spec.window is not None})
+    shapes = dict.fromkeys(
+        f"{spec.kv_heads} x {spec.key_dim}"
+        + ("" if spec.key_dim == spec.value_dim else f" | {spec.value_dim}")
+        for spec in specs
+    )
+    visible = sum(
+        layer.bytes_per_token * min(n_tokens, layer.spec.window or n_tokens)
+        for layer in layers
+        if layer.spec is not None
+    )
+    return {
+        "kind": kind,
+        "n_layers": len(layers),
+        "heads_and_dims": list(shapes),
+        "windows": windows,
+        "bytes_per_token": per_token,
+        "state_nbytes": state_nbytes,
+        "nbytes": batch * (per_token * n_tokens + state_nbytes),
+        "visible_nbytes": batch * (visible + state_nbytes),
+    }
+
+
+def _kinds_table(found: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("layers", no_wrap=True)
+    for title in ("", "heads x dim", "bytes a token", "MB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    has_windows = any(one["windows"] for one in found["layers"])
+    if has_windows:
+        table.add_column("MB within windows", justify="right", no_wrap=True)
+    for one in found["layers"]:
+        windows = ", ".join(map(str, one["windows"]))
+        cells = [
+            _KINDS[one["kind"]] + (f" {windows}" if windows else ""),
+            str(one["n_layers"]),
+            ", ".join(one["heads_and_dims"]),
+            _grouped(one["bytes_per_token"]),
+            _megabytes(one["nbytes"]),
+        ]
+        table.add_row(*cells, *([_megabytes(one["visible_nbytes"])] if has_windows else []))
+    return table
+
+
+def _fits_table(found: dict[str, Any]) -> Table:
+    rows = found["batch"]
+    table = Table(
+        title=f"tokens that fit, {'one row' if rows == 1 else f'each of {rows} rows'}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("memory", no_wrap=True)
+    table.add_column("without weights", justify="right", no_wrap=True)
+    weights = f"{found['weights_nbytes'] / 1e9:.2f} GB"
+    table.add_column(f"beside {weights} of weights in {found['dtype']}", justify="right")
+    for one in found["fits"]:
+        table.add_row(
+            f"{one['gigabytes']} GB", *(_tokens(one[key]) for key in ("without_weights", "with_weights"))
+        )
+    return table
+
+
+def _tokens(n_tokens: int | None) -> str:
+    if n_tokens is None:
+        return "any number"
+    return _grouped(n_tokens) if n_tokens else "none"
+
+
+def _grouped(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"

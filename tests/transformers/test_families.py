@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import warnings
 
 import pytest
@@ -99,7 +100,6 @@ WITHOUT_EMBEDDINGS = {
     "jamba": ValueError,
     "granite-hybrid": ValueError,
     "nemotron-h": ValueError,
-    "recurrent-gemma": ValueError,
     "zamba": ValueError,
     "zamba2": ValueError,
     "falcon-h1": ValueError,
@@ -136,13 +136,21 @@ ALL = [
 ]
 #: A step of these takes ten times as long.
 SLOW = {"deepseek-v4": ["greedy", "draft model", "left padding, beam", "embeddings"]}
+#: Returns no cache, keeps states in its own modules, and says no to the other ways or not by version of transformers.
+LIMITED = {
+    "recurrent-gemma": ["greedy", "sample, two sequences each", "beam-sample", "draft model", "left padding"]
+}
 
 
 def ways(name):
-    return SLOW.get(name, list(COMBINED) if name in LIKE_LLAMA else ALL)
+    return (SLOW | LIMITED).get(name, list(COMBINED) if name in LIKE_LLAMA else ALL)
 
 
 PRODUCT = [(name, way) for name in TEXT if name not in FAMILIES for way in ways(name)]
+if (
+    os.environ.get("HYPOTHESIS_PROFILE") == "ci"
+):  # every other one: a run has 20 minutes; other profiles take all
+    PRODUCT = PRODUCT[::2]
 
 
 def refusal(name, way):
@@ -372,7 +380,8 @@ def test_one_wrong_number_in_the_cache_is_seen(name):
         warnings.simplefilter("ignore", UserWarning)  # of a second arena
         expected = model(input_ids=ids, use_cache=False).logits[:, -1]
         model(input_ids=ids[:, :-1], **{CACHE: cache})
-        layer = next(layer for layer in cache.layers if getattr(layer, "keys", None) is not None)
+        # The last, as the first of Llama 4 attends in chunks, of which this token begins the second.
+        layer = next(layer for layer in reversed(cache.layers) if getattr(layer, "keys", None) is not None)
         layer.values[:, :, -1] *= -1
         found = model(input_ids=ids[:, -1:], **{CACHE: cache}).logits[:, -1]
     assert (found - expected).abs().max() > 3 * families.TOLERANCE

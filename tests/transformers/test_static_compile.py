@@ -89,6 +89,8 @@ def test_one_graph_for_all_steps(name, n_reads):
     assert n_reads() == len(cache.layers)
 
 
+# torch's own, when it imports what it lowers
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_inductor(n_reads):
     cache = ArenaStaticCache(families.model("llama").config, 2, CAPACITY)
     read_prompt("llama", cache)
@@ -101,8 +103,8 @@ def test_inductor(n_reads):
     assert where == [layer.keys.data_ptr() for layer in cache.layers]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_graph_for_each_bucket(name, n_reads):
+def test_a_graph_for_each_bucket(n_reads):
+    name = "gemma3"  # with and without windows
     cache = ArenaStaticCache(families.model(name).config, 2, CAPACITY, bucket=16)
     read_prompt(name, cache)
     forward, counter = compiled(name)
@@ -176,10 +178,7 @@ def auto_compile(monkeypatch):
         vars(families.model(name)).pop("_compiled_call", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [("llama", "greedy"), ("mistral", "left padding"), ("gemma3", "greedy"), ("gemma3", "left padding")],
-)
+@pytest.mark.parametrize(("name", "mode"), [("mistral", "left padding"), ("gemma3", "greedy")])
 def test_generate_compiles_by_itself(name, mode, auto_compile, n_reads):
     compiling, counter = auto_compile
     cache = ArenaStaticCache(families.model(name).config, MODES[mode].rows, N_TOKENS, bucket=8)

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=290.0, help="seconds that the tests may take at most")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
-    from gpuarena.bench import alloc, decode, harness, kv
+    from gpuarena.bench import alloc, decode, generate, harness, kv
 
     device = "cpu" if options.fake else "cuda"
     results: dict[str, Any] = {"environment": harness.environment(device), "fake": options.fake}
@@ -62,6 +62,14 @@ def main() -> int:
             figures = {"benchmark": "decode", "dtype": dtype, "error": f"{type(error).__name__}: {error}"}
         results["benchmarks"].append(figures)
         options.out.write_text(json.dumps(results, indent=2) + "\n")
+    try:
+        figures = generate.run(
+            device=device, lengths=[512, 8192], layers=28, rounds=9, whole_limit=512, quick=options.fake
+        )
+    except Exception as error:  # as above
+        figures = {"benchmark": "generate", "error": f"{type(error).__name__}: {error}"}
+    results["benchmarks"].append(figures)
+    options.out.write_text(json.dumps(results, indent=2) + "\n")
     print(f"tests: {results['tests']['counts']}; results in {options.out}")
     broken = [one for one in results["benchmarks"] if "error" in one]
     for one in broken:

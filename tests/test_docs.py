@@ -38,14 +38,15 @@ def test_the_examples_run(name, n_examples):
     assert not results.failed, "".join(output)
 
 
-def test_the_blocks_run():
-    """Those of the page on transformers that are no dialogue: one after the other, in one namespace."""
+@pytest.mark.parametrize("name", ["transformers.md", "transformers-static.md"])
+def test_the_blocks_run(name):
+    """Those of the pages on transformers that are no dialogue: one after the other, in one namespace."""
     pytest.importorskip("transformers")
-    blocks = re.findall(r"^```python\n(.*?)^```", text_of("transformers.md"), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", text_of(name), re.M | re.S)
     namespace: dict[str, object] = {}
     for block in blocks:
         if ">>>" not in block:
-            exec(compile(block, "docs/transformers.md", "exec"), namespace)
+            exec(compile(block, f"docs/{name}", "exec"), namespace)
     assert namespace
 
 

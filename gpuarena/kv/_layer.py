@@ -326,7 +326,7 @@ class KVLayer:
         if common.rows is not None and n_rows != common.rows and any(common.lengths):
             raise ShapeError(
                 f"layer {self.index}: {n_rows} rows given, the cache holds {common.rows}; reset() starts anew, "
-                f"repeat(n) and select(rows) change the rows that are held",
+                f"and what repeats or selects rows changes those that are held",
                 shape=shape,
             )
         if not 1 <= n_rows <= common.batch:

@@ -183,8 +183,7 @@ class LayerGroup:
             raise ArgumentTypeError(f"rollback takes a KVCheckpoint, not {type(checkpoint).__name__}")
         if checkpoint._group is not self:
             raise CheckpointError("the checkpoint belongs to another cache")
-        slot, marks = checkpoint._slot, self._common.marks
-        if slot >= len(marks) or marks[slot] != (checkpoint.n_tokens, checkpoint._serial):
+        if not self.is_live(checkpoint):
             raise CheckpointError(
                 f"the checkpoint at {checkpoint.n_tokens} tokens is dead: the cache was truncated below it, "
                 f"or its rows changed places, and those tokens are gone"
@@ -200,6 +199,15 @@ class LayerGroup:
             raise CheckpointError(f"rollback to {checkpoint.n_tokens} tokens: {reason}")
         self._cut(checkpoint.n_tokens)
         self._common.rows = checkpoint.n_rows
+
+    def is_live(self, checkpoint: KVCheckpoint) -> bool:
+        """Return whether `checkpoint` is one of this cache whose tokens are still held, so that it can be gone back to."""
+        slot, marks = checkpoint._slot, self._common.marks
+        return (
+            checkpoint._group is self
+            and slot < len(marks)
+            and marks[slot] == (checkpoint.n_tokens, checkpoint._serial)
+        )
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens of every layer; constant in tokens.

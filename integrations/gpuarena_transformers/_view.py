@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.generation.utils import GenerationMixin
 
 from gpuarena.errors import ArgumentError
 from gpuarena_transformers.capacity import check_fits, n_drafted_beyond
+from gpuarena_transformers.layer_types import is_foreign
 from gpuarena_transformers.sizing import cache_argument, decoder_config
 
 __all__ = ["Call", "reason_against"]
@@ -29,6 +31,15 @@ _OF_THE_LOOP = frozenset(
 )  # fmt: skip
 #: What the model reads without another meaning being given to the ids.
 _HARMLESS = frozenset({_CACHE, "attention_mask", "logits_to_keep", "position_ids", "use_cache"})
+
+#: Models that go on from a state with several tokens at once, by their type, on transformers 5.17 to 5.24: read and tried
+#: one by one, by `test_a_chat_that_only_grows_goes_on_from_its_states`. Others take a state that is there for empty and
+#: say nothing: Bamba, Jamba, Zamba, Mamba, FalconMamba, Mamba 2 on 5.17; or keep theirs in the model: RecurrentGemma.
+GOES_ON_FROM_STATES = frozenset(
+    {
+        "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5_text", "qwen3_next", "zamba2",
+    }
+)  # fmt: skip
 
 
 class Call:
@@ -65,6 +76,8 @@ class Call:
         self._ids: torch.Tensor | None = None  # [rows, n...]: the first of them are what the cache holds
         self._mask: torch.Tensor | None = None
         self._is_first = False  # the next forward is the first of the loop
+        self._is_watched = False  # the tokens of the cache are the ids
+        self._is_disturbed = False  # somebody else changed the cache while the loop ran
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``model.generate(*args, **kwargs)`` would."""
@@ -120,6 +133,11 @@ class Call:
         if transcript is not None:
             transcript.bind(self.model)
         n_held = _n_held(cache)
+        self._is_watched = (
+            is_known
+            and getattr(cache, "holds_tokens", True)
+            and not any(is_foreign(layer) for layer in cache.layers)
+        )
         self._prompt = self._ids = ids
         is_over = False
         try:
@@ -135,31 +153,54 @@ class Call:
             self._is_first = False
             if not is_over:
                 self._even_out()
+            if self._is_disturbed:
+                cache.reset()
+            if transcript is not None:
+                transcript.bind(self.model)  # again, since some models change buffers in their first forward
             if is_known:
                 _note(cache, known, mask)
+                marks = _marks_of_states(cache)
+                if marks is not None:
+                    _marks[cache] = marks
 
     def _says_all(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether keys and values follow from ids and mask alone, and no other output of the prompt is wanted."""
         if self._has_positions or self.model.config.is_encoder_decoder or ids.shape[1] == 0:
             return False
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
+            return False  # positions are sums of it
         others = kwargs.keys() - _OF_THE_LOOP - _HARMLESS
         return all(kwargs[name] is None or kwargs[name] is False for name in others)
 
     def _keep_common_prefix(self, ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
         """Cut the cache to what it has in common with ``ids``, in rows like those; return whether anything is left."""
         cache = self.cache
-        if not cache.transcript.is_of(self.model) or self._has_states():
+        if not cache.transcript.is_of(self.model):
             return False
-        n_common, rows = cache.transcript.match(ids, mask)
-        n_common = min(
-            n_common, int(cache.get_seq_length()), ids.shape[1] - 1
-        )  # the last one is run for its logits
+        n_held, (n_common, rows) = _n_held(cache), cache.transcript.match(ids, mask)
+        n_common = min(n_common, n_held, ids.shape[1] - 1)  # the last one is run for its logits
         if n_common < 1:
             return False
         n_held_rows = cache.transcript.ids.shape[0]
+        if (
+            self._has_states()
+            and not (
+                self.model.config.model_type in GOES_ON_FROM_STATES
+                and n_common == n_held
+                and _marks.get(cache, ()) == _marks_of_states(cache)
+                and rows == list(range(n_held_rows))
+                # A state would take padding for a token.
+                and (mask is None or bool((mask[:, n_common:] != 0).all()))
+            )
+        ):
+            return False
         if rows != list(range(n_held_rows)) and not hasattr(cache, "batch_select_indices"):
             return False
-        cache.truncate(n_common)
+        try:
+            cache.truncate(n_common)
+        except ArgumentError:  # a step failed half-way, and states cannot be cut to where it began
+            return False
         if n_held_rows == 1 and len(rows) > 1:
             cache.batch_repeat_interleave(len(rows))
         elif rows != list(range(n_held_rows)):
@@ -190,14 +231,12 @@ class Call:
         if self._is_first:  # assisted decoding would run the whole prompt again, and append it
             self._is_first = False
             return ids.shape[1] - _n_held(self.cache)
+        if self._is_watched and n_new is not None and _n_held(self.cache) + n_new != ids.shape[1]:
+            self._is_disturbed = True
         return n_new
 
     def _has_states(self) -> bool:
-        """Return whether a layer holds a state that can be neither cut nor, in some models, gone on with.
-
-        Given several tokens at once, some models (Bamba, Jamba, RecurrentGemma) take a state that is there for empty.
-        Some keep theirs in the model and not in the cache, up to transformers 5.23.
-        """
+        """Return whether a layer holds a state, which cannot be cut; some models keep theirs outside of the cache."""
         layers = getattr(self.cache, "layers", ())
         return getattr(self.model, "_is_stateful", False) or any(
             isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
@@ -327,8 +366,28 @@ def reason_against(model: Any) -> str:
 
 def _n_held(cache: Any) -> int:
     """Return the tokens that every layer holds; `get_seq_length` is about the first of them."""
-    group = getattr(cache, "group", None)
+    group, settle = getattr(cache, "group", None), getattr(cache, "_settle", None)
+    if settle is not None:
+        settle()  # compiled steps, which a static cache has not counted yet
     return int(cache.get_seq_length() if group is None else group.length)
+
+
+#: Cache -> the marks of its states when its ids were noted. A step that fails later moves some states and no length.
+_marks: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def _marks_of_states(cache: Any) -> list[tuple[int, int]] | None:
+    """Return what changes with every write to a state, without reading one; None if there is no telling."""
+    marks = []
+    for layer in getattr(cache, "layers", ()):
+        for states in (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None)):
+            for state in states.values() if isinstance(states, dict) else [states]:
+                if state is None:
+                    continue
+                if state.is_inference():  # it has no version
+                    return None
+                marks.append((state.data_ptr(), state._version))
+    return marks
 
 
 def _note(cache: Any, ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from gpuarena._bump import align_up
 from gpuarena.errors import ArgumentError, OutOfMemoryError
 from gpuarena.kv import KVSpec, LayerSpec
+from gpuarena_transformers._staging import staging_nbytes
 from gpuarena_transformers.layout import ModelLayout
 from gpuarena_transformers.prefill import PrefillCost, measure_prefill
 from gpuarena_transformers.sizing import devices_of
@@ -25,6 +26,8 @@ __all__ = [
     "reserved_nbytes",
 ]
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class DeviceBudget:
@@ -38,7 +41,8 @@ class DeviceBudget:
     state_nbytes: int
     """Recurrent and convolution states, in the arena."""
     scratch_nbytes: int
-    """What moving rows needs, and the alignment of each region, in the arena."""
+    """What moving rows needs, and the alignment of each region, in the arena; and what stages keys and values that
+    lie in host memory."""
     beside_nbytes: int
     """What layers of a model's own class hold outside the arena."""
     prefill_nbytes: int | None
@@ -108,6 +112,9 @@ class Plan:
         Returns the free bytes of a device; raises `ArgumentError` where nobody knows.
     devices : iterable of torch.device
         Devices that hold weights, beside those that hold a part of the cache.
+    resident : collection of int, optional
+        Layers whose keys and values stay on their device, where those of the others lie in host memory; None keeps
+        all there.
     """
 
     def __init__(
@@ -117,22 +124,31 @@ class Plan:
         rows: int,
         free: Callable[[torch.device], int],
         devices: Iterable[torch.device] = (),
+        *,
+        resident: Collection[int] | None = None,
     ) -> None:
         self.layout = layout
         self.rows = rows
         self.held = frozenset(held)
         self.specs: dict[torch.device, KVSpec] = {}
         self.states: dict[torch.device, list[int]] = {}
+        self.offloaded: dict[torch.device, list[LayerSpec]] = {}
+        """Keys and values in host memory, by the device that reads them."""
         by_device: dict[torch.device, list[LayerSpec]] = {}
         for layer in layout.layers:
             if layer.index in self.held:
-                if layer.per_token:
-                    by_device.setdefault(layer.device, []).extend(layer.per_token)
+                here = list(layer.per_token)
+                if resident is not None and layer.spec is not None and layer.index not in resident:
+                    here.remove(layer.spec)
+                    self.offloaded.setdefault(layer.device, []).append(layer.spec)
+                if here:
+                    by_device.setdefault(layer.device, []).extend(here)
                 if layer.states:
                     self.states.setdefault(layer.device, []).extend(layer.states)
         self.specs.update((device, KVSpec(specs)) for device, specs in by_device.items())
         cached = [layer.device for layer in layout.layers if not layer.is_empty]
-        self.devices = tuple(dict.fromkeys([*cached, *devices]))
+        host = [_HOST] if self.offloaded else []
+        self.devices = tuple(dict.fromkeys([*cached, *devices, *host]))
         self.free: dict[torch.device, int | None] = {}
         self._unknown: dict[torch.device, ArgumentError] = {}
         for device in self.devices:
@@ -169,6 +185,12 @@ class Plan:
         kv, states = self.specs.get(device), self.states.get(device, [])
         kv_nbytes = 0 if kv is None else kv.nbytes(self.rows, n_tokens)
         state_nbytes = sum(states) * self.rows
+        scratch = reserved_nbytes(kv, states, self.rows, n_tokens) - kv_nbytes - state_nbytes
+        scratch += 2 * staging_nbytes(self.offloaded.get(device, []), self.rows, n_tokens)
+        if self.offloaded and device == _HOST:
+            in_host = KVSpec([spec for specs in self.offloaded.values() for spec in specs])
+            kv_nbytes += in_host.nbytes(self.rows, n_tokens)
+            scratch += in_host.arena_nbytes(self.rows, n_tokens) - in_host.nbytes(self.rows, n_tokens)
         beside = sum(
             layer.bytes_per_token * n_tokens + layer.state_nbytes
             for layer in here
@@ -183,7 +205,7 @@ class Plan:
             len(here),
             kv_nbytes,
             state_nbytes,
-            reserved_nbytes(kv, states, self.rows, n_tokens) - kv_nbytes - state_nbytes,
+            scratch,
             beside * self.rows,
             prefill,
             self.free[device],

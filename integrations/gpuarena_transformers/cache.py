@@ -37,9 +37,11 @@ from gpuarena_transformers.layer_types import has_states, holds_tokens, is_forei
 from gpuarena_transformers.layers import ArenaLayer, removed
 from gpuarena_transformers.layout import measure_layout
 from gpuarena_transformers.memory import CacheMemory
+from gpuarena_transformers.offload import HostGroup, Offload, resident_layers
 from gpuarena_transformers.overflow import CacheStats, Overflow
 from gpuarena_transformers.prefix import Branches, Prefix, prefill_prefix
 from gpuarena_transformers.sizing import (
+    check_fraction,
     decoder_config,
     devices_of,
     free_nbytes,
@@ -51,6 +53,8 @@ from gpuarena_transformers.transcript import Transcript
 
 __all__ = ["ArenaCache", "StaticLinearKVCache"]
 
+#: Types of models that keep states in their own modules.
+_STATES_ELSEWHERE = ("recurrent_gemma",)
 #: Tokens that a cache of states alone is made for: it holds nothing of them.
 _NO_LIMIT = 2**62
 
@@ -77,11 +81,16 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     on_full : str
         ``"raise"``, or ``"fallback"``: go on with ordinary tensors that grow, after one `CacheOverflowWarning`, and
         come back to the arena when enough tokens are dropped.
+    offload : str, optional
+        ``"cpu"``: hold keys and values in host memory, pinned where the model runs on CUDA, and bring those of a layer
+        to its device for its attention. Every step moves all that its queries see, so it is for contexts that the
+        device has no room for. The device holds two buffers of the size of the largest layer, and states.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        An encoder-decoder config, or no way to tell the capacity.
+        An encoder-decoder config, no way to tell the capacity, or `offload` without a config, with an arena, or
+        with ``on_full="fallback"``.
 
     Notes
     -----
@@ -93,6 +102,10 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     A step that fails leaves the states of its first layers advanced: roll back, or reset, before you go on.
     Layers that a model registers with a class of its own (DeepSeek-V4, MiniMax-M3) stay what they are and lie
     outside the arena; a cache with such layers makes no checkpoints.
+
+    With `offload`, ``cache.layers[i].keys`` are views of host memory, and what `update` returns is good until the next
+    layer is updated. Layers whose keys later layers read (Gemma 4) stay on the device. The prefetch on CUDA has not
+    been run on a GPU yet.
     """
 
     # A `DynamicCache`, because models and `EncoderDecoderCache` test for that where they mean a cache that grows
@@ -121,9 +134,12 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         *,
         arena: Arena | None = None,
         on_full: Literal["raise", "fallback"] = "raise",
+        offload: Literal["cpu"] | None = None,
     ) -> None:
         _refuse_encoder_decoder(config)
         overflow = Overflow.chosen(on_full)
+        Offload.check(offload, config=config, on_full=on_full, arena=arena)
+        resident = resident_layers(config) if offload else frozenset()
         if max_context_length is None:
             max_context_length = None if config is None else model_max_length(config)
             if max_context_length is None and config is not None and not holds_tokens(_layer_types(config)):
@@ -135,13 +151,21 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.config = config
         self.max_batch_size = positive(max_batch_size, "max_batch_size")
         self.max_context_length = positive(max_context_length, "max_context_length")
-        self.group = LayerGroup(
+        self.group = (HostGroup if offload else LayerGroup)(
             batch=self.max_batch_size,
             max_tokens=self.max_context_length,
             capacity_hint=f" ({self._capacity_name})",
         )
         self.on_full = on_full
-        self.memory = CacheMemory(self.group, device=device, dtype=dtype, arena=arena, overflow=overflow)
+        self.offload_to = offload  # the base class has a method of the other name
+        self.memory = CacheMemory(
+            self.group,
+            device=device,
+            dtype=dtype,
+            arena=arena,
+            overflow=overflow,
+            offload=Offload(self.group, resident) if offload else None,
+        )
         self.states = StateGroup(self.group)
         self.transcript = Transcript()
         """The token ids that the cache is known to hold."""
@@ -173,6 +197,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         *,
         max_batch_size: int = 1,
         on_full: Literal["raise", "fallback"] = "raise",
+        offload: Literal["cpu"] | None = None,
         measure_prefill: bool | None = None,
         max_prompt_length: int | None = None,
     ) -> ArenaCache:
@@ -187,7 +212,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             Capacity in tokens; "auto" is the model's maximum, or what fits beside a prompt if that is less.
         memory_fraction : float
             Share of the free memory that "auto" may take of each device.
-        max_batch_size, on_full
+        max_batch_size, on_full, offload
             As in the constructor.
         measure_prefill : bool, optional
             Whether to find out what a prompt needs besides the cache, by four forwards of short ones: 32 to 128
@@ -208,25 +233,32 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             raise ArgumentError(
                 f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
             )
-        if not 0 < memory_fraction <= 1:
-            raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
+        check_fraction(memory_fraction)
         rows, longest = positive(max_batch_size, "max_batch_size"), model_max_length(model.config)
         prompt = None if max_prompt_length is None else positive(max_prompt_length, "max_prompt_length")
         layout = measure_layout(model)
-        held = [layer for layer, own in enumerate(cls(model.config, rows, 1).layers) if not is_foreign(own)]
-        plan = Plan(layout, held, rows, free_nbytes, devices_of(model))
-        if not plan.specs and not plan.states:
+        sample = cls(model.config, rows, 1, on_full=on_full, offload=offload)
+        held = [layer for layer, own in enumerate(sample.layers) if not is_foreign(own)]
+        resident = None if sample.memory.offload is None else sample.memory.offload.resident
+        plan = Plan(layout, held, rows, free_nbytes, devices_of(model), resident=resident)
+        if not plan.specs and not plan.states and not plan.offloaded:
             raise ArgumentError(
                 f"{type(model).__name__} caches nothing that an arena could hold; use the cache that it makes itself"
             )
 
         def make(n_tokens: int) -> ArenaCache:
-            cache = cls(model.config, rows, n_tokens, on_full=on_full)
-            cache.memory.reserve(plan.specs, plan.states)
+            cache = cls(model.config, rows, n_tokens, on_full=on_full, offload=offload)
+            cache.memory.reserve(plan.specs, plan.states, plan.offloaded)
             return cache
 
         if is_auto if measure_prefill is None else measure_prefill:
-            plan.measure_prefill(model, make, longest=longest, prefill_tokens=prompt)
+            # Before the first prompt: without room for the cache alone it would fill the memory, or fail in the model.
+            if isinstance(max_context_length, str):
+                most: int | None = plan.most_tokens(memory_fraction, longest)[0]
+            else:
+                plan.check(positive(max_context_length, "max_context_length"))
+                most = longest
+            plan.measure_prefill(model, make, longest=most, prefill_tokens=prompt)
         if isinstance(max_context_length, str):
             n_tokens, limit = plan.most_tokens(memory_fraction, longest)
             n_tokens = least_of_ranks(model, n_tokens)
@@ -249,16 +281,19 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         """The arenas that hold the cache.
 
         One, unless the model spans devices, the estimate was too low, or layers hold states or indexers: those are
-        of sizes that only a measured model tells beforehand.
+        of sizes that only a measured model tells beforehand. With `offload` those in host memory come first.
         """
-        return self.memory.arenas
+        offload = self.memory.offload
+        return self.memory.arenas if offload is None else [*offload.all_arenas, *self.memory.arenas]
 
     @property
     def stats(self) -> CacheStats:
         """Tokens and bytes that are held and reserved, in the arena and beyond it."""
-        stats = CacheStats.of(self.group)
+        stats, offload = CacheStats.of(self.group), self.memory.offload
         return dataclasses.replace(
             stats,
+            host_nbytes=0 if offload is None else sum(arena.capacity for arena in offload.arenas),
+            staging_nbytes=0 if offload is None else sum(s.arena.capacity for s in offload.stagings.values()),
             reserved_nbytes=stats.reserved_nbytes + self.states.reserved_nbytes,
             used_nbytes=stats.used_nbytes + self.states.used_nbytes,
         )
@@ -319,6 +354,11 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
                     f"rolled back; copy.deepcopy(cache) keeps a copy of it"
                 )
         self.states.check_complete()
+        if self._is_elsewhere and not self.group.is_empty:
+            raise CheckpointError(
+                f"{type(self.config).__name__}: the model keeps recurrent states in its own modules, where no cache can "
+                f"bring them back; reset() and read the prompt again"
+            )
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens of every layer.
@@ -349,6 +389,11 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             raise ArgumentError(f"crop(-{n_removed}): the cache holds only {length} tokens")
         n_left = None if length is None else length - n_removed
         self.states.check_cut(n_removed, n_left)
+        if n_removed and n_left and self._is_elsewhere:
+            raise ArgumentError(
+                f"crop(-{n_removed}): {type(self.config).__name__} keeps recurrent states in its own modules, where no "
+                f"cache can cut them; reset() and read the prompt again"
+            )
         for layer in self.layers:
             if is_foreign(layer):
                 layer.crop(-n_removed)
@@ -357,6 +402,11 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             self.group.truncate(n_left)
         self.states.cut(n_removed, n_left)
         self.transcript.cut(max(0, len(self.transcript) - n_removed) if n_left is None else n_left)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the model keeps states in its modules: up to some version the config says nothing of them."""
+        return self.config is not None and decoder_config(self.config).model_type in _STATES_ELSEWHERE
 
     def _check_one_count(self) -> None:
         """Raise unless all layers count the same tokens; a step that failed left more in the first of them."""
@@ -544,6 +594,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             self.memory.device,
             self.memory.dtype,
             on_full=self.on_full,
+            offload=self.offload_to,
         )
         if self.memory.overflow is not None and other.memory.overflow is not None:
             other.memory.overflow.is_announced = self.memory.overflow.is_announced

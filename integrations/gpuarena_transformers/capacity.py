@@ -13,6 +13,8 @@ from gpuarena_transformers.sizing import decoder_config
 
 __all__ = ["Capacity", "capacity_for", "check_fits", "n_drafted_beyond"]
 
+_COUNTS = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens")
+
 
 class Capacity(NamedTuple):
     """What a cache has to hold; the names are those of `ArenaCache`'s arguments."""
@@ -49,8 +51,9 @@ def capacity_for(
 
     Raises
     ------
-    ArgumentError
-        ``max_length`` leaves no room for a new token, or ``use_mtp`` without a model.
+    ArgumentError, ArgumentTypeError
+        ``max_length`` leaves no room for a new token; ``use_mtp`` without a model; or a number that is no integer of
+        1 or more.
 
     Notes
     -----
@@ -63,10 +66,13 @@ def capacity_for(
     drafting = {
         name: overrides.pop(name, None) for name in ("assistant_model", "tokenizer", "assistant_tokenizer")
     }
-    for name in ("max_new_tokens", "max_length"):  # before transformers says less of it
+    for name in ("max_new_tokens", "max_length", *_COUNTS):  # before transformers says less of it
         if overrides.get(name) is not None:
             positive(overrides[name], name)
     config.update(**overrides)
+    for name in _COUNTS:
+        if getattr(config, name, None) is not None:
+            positive(getattr(config, name), name)
     max_length = _max_length(config, n_input, model_config)
     if max_length <= n_input:
         raise ArgumentError(
@@ -157,7 +163,7 @@ def check_fits(cache: Any, n_tokens: int, n_rows: int) -> None:
     raise CapacityError(
         f"the call may need {n_tokens} tokens (prompt, new tokens and drafts), the cache holds {capacity}, {missing} "
         f"too few. Nothing was run: shorten the prompt, lower max_new_tokens, or make the cache for {n_tokens} tokens "
-        f"(max_context_length)",
+        f"(max_context_length=, of the cache or of enable)",
         used=int(cache.get_seq_length()),
         requested=n_tokens,
         capacity=capacity,

@@ -18,6 +18,7 @@ from gpuarena_transformers.cache import ArenaCache
 from gpuarena_transformers.layers import ArenaLayer
 from gpuarena_transformers.sizing import (
     cache_argument,
+    check_fraction,
     decoder_config,
     evaluating,
     free_nbytes,
@@ -169,8 +170,7 @@ class ArenaEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]  # tr
             raise ArgumentError(
                 f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
             )
-        if not 0 < memory_fraction <= 1:
-            raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
+        check_fraction(memory_fraction)
         # Checks the rest, and finds the length of the source; it takes no memory.
         n_tokens = 1 if isinstance(max_context_length, str) else max_context_length
         sample = cls(model.config, max_batch_size, n_tokens, max_source_length)
@@ -286,11 +286,8 @@ class ArenaEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]  # tr
             )
         source = checkpoint.cross_attention
         group = self.cross_attention_cache.group
-        marks = group._common.marks
         # As the rollback below would, but before the tokens are gone.
-        if source._group is group and marks[source._slot : source._slot + 1] != [
-            (source.n_tokens, source._serial)
-        ]:
+        if source._group is group and not group.is_live(source):
             raise CheckpointError(
                 f"the checkpoint at {checkpoint.n_tokens} tokens is dead: the source of {source.n_tokens} positions "
                 f"that the cache then held is gone, by a reset or because its rows changed places"

@@ -303,13 +303,13 @@ def _take_memory(cache: ArenaCache, specs: dict[Place, LayerSpec], states: dict[
     held = _held_layers(cache)
     missing = {place: spec for place, spec in specs.items() if place not in held}
     begun = [(layer, key, one) for layer, key, one in states.values() if key and key not in layer.regions]
-    devices = {torch.device(arena.device) for arena in cache.arenas}
+    devices = cache.memory.devices
     if len(devices) > 1 and (missing or states):
         raise ArgumentError(
             "load: the model spans several devices; run it on a token first, so that each layer is on its own"
         )
     device = devices.pop() if devices else cache.memory.device or torch.get_default_device()
-    if not cache.arenas:  # exact, where an estimate may be too little
+    if not cache.arenas and cache.memory.offload is None:  # exact, where an estimate may be too little
         sizes = [one.nbytes // one.shape[0] for _, _, one in begun]
         keys = {device: KVSpec(missing.values())} if missing else {}
         cache.memory.reserve(keys, {device: sizes} if sizes else {})

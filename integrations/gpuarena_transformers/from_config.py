@@ -17,6 +17,10 @@ from gpuarena_transformers.layout import ModelLayout, measure_layout
 __all__ = ["ConfigSize", "size_of_config"]
 
 
+#: Layers that are built at most: a damaged config would keep a machine busy for hours.
+_MOST_LAYERS = 1024
+
+
 @dataclass(frozen=True)
 class ConfigSize:
     """What is known of a model before its weights are there."""
@@ -60,6 +64,11 @@ def size_of_config(config: Any, dtype: Any, *, name: str | None = None) -> Confi
             f"{kind} is an encoder-decoder, whose cache also holds the source; ArenaEncoderDecoderCache.for_model "
             f"measures it"
         )
+    n_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if isinstance(n_layers, int) and n_layers > _MOST_LAYERS:
+        raise ArgumentError(
+            f"{kind}: num_hidden_layers is {n_layers}, more than {_MOST_LAYERS}, which no model has"
+        )
     model = _build(config, dtype, kind)
     try:
         with _NoData():  # type: ignore[no-untyped-call]
@@ -101,7 +110,8 @@ def _build(config: Any, dtype: Any, kind: str) -> Any:
             continue
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(one, dtype=dtype).eval()
+                # "eager", since other ways to run it may not be installed, or be fetched from a hub.
+                model = AutoModelForCausalLM.from_config(one, dtype=dtype, attn_implementation="eager").eval()
         except Exception as error:  # whatever the constructor of a model raises
             reason = reason or error
         else:

@@ -79,13 +79,15 @@ def generate_from(
     An exception that stops `generate`, also one of a streamer or a stopping criterion, leaves a cache that can be
     used on, and holds what was run.
 
-    The cache starts over, and the whole prompt is run, where nothing can be kept: after a change of the weights;
-    with ``inputs_embeds``, pictures, sound or ``position_ids``; where attentions or hidden states are asked for;
-    with draft models that read hidden states; past the length where a model rescales its rotary embedding; in an
-    encoder-decoder; in a model with recurrent or convolution states. One prefix that is held serves many rows, and
-    of several beams or returned sequences the one that goes on is found.
+    The cache starts over, and the whole prompt is run, where nothing can be kept: after a change of the weights,
+    of adapters, of hooks or of training mode; with ``inputs_embeds``, pictures, sound or ``position_ids``; where
+    attentions or hidden states are asked for; with draft models that read hidden states; past the length where a
+    model rescales its rotary embedding; in an encoder-decoder; in a model with recurrent or convolution states,
+    unless it goes on from those rightly and the conversation has only grown. One prefix that is held serves many
+    rows, and of several beams or returned sequences the one that goes on is found.
 
-    Not guaranteed: that logits are equal to the last bit, as a prompt in two parts rounds otherwise than in one.
+    Not guaranteed: that logits are equal to the last bit, as a prompt in two parts rounds otherwise than in one. Nor
+    that a change is seen that leaves no trace, such as a write through ``weight.data``; ``cache.reset()`` then.
     """
     reason = reason_against(model)
     if reason:
@@ -158,7 +160,8 @@ def _as_rows(given: Any, name: str, device: torch.device) -> torch.Tensor:
         rows = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentTypeError(
-            f"{name} must be a tensor, or lists of integers of one length (pad them on the left): {error}"
+            f"{name} must be a tensor, or lists of integers of one length (pad them on the left); a text goes through "
+            f'tokenizer(text, return_tensors="pt"), messages through tokenizer.apply_chat_template: {error}'
         ) from error
     if rows.ndim == 1:
         rows = rows[None]

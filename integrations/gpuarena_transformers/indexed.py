@@ -78,6 +78,9 @@ class ArenaIndexedLayer(ArenaLayer):
             found: torch.Tensor = self._indexer.append(keys, none)[0]
         except ArenaError:
             if cache is not None:
+                if self._indexer is None and cache.group.layers == [self._kv]:
+                    # The first step of all, in an arena that was given and is too small: before it there was nothing.
+                    cache.group.reset()
                 cache.states.step_failed(self._index)
             raise
         return found[:, 0]

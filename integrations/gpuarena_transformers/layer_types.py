@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["has_states", "holds_tokens", "is_foreign", "make_layer"]
 
 #: Layers without any attention: transformers gives them a layer that stays empty, up to 5.22 one for states.
-_WITHOUT_ATTENTION = ("moe", "mlp")
+WITHOUT_ATTENTION = ("moe", "mlp")
 _WITH_STATES = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -48,7 +48,7 @@ def make_layer(cache: ArenaCache, index: int, layer_type: str, options: dict[str
         raise ArgumentError(
             f"layer {index} is of type {layer_type!r}, which this transformers does not cache"
         )
-    if layer_type not in _WITHOUT_ATTENTION:
+    if layer_type not in WITHOUT_ATTENTION:
         # By class, since transformers renames types.
         n_states = options.get("number_of_states", 1)
         if kind is LinearAttentionLayer:
@@ -67,14 +67,14 @@ def has_states(layer_types: list[str]) -> bool:
     return any(
         DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type) in _WITH_STATES
         for layer_type in layer_types
-        if layer_type not in _WITHOUT_ATTENTION
+        if layer_type not in WITHOUT_ATTENTION
     )
 
 
 def holds_tokens(layer_types: list[str]) -> bool:
     """Return whether any layer of such types holds something for each token."""
     return any(
-        layer_type not in _WITHOUT_ATTENTION
+        layer_type not in WITHOUT_ATTENTION
         and DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type) is not LinearAttentionLayer
         for layer_type in layer_types
     )

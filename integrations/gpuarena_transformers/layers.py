@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from gpuarena.errors import ArenaError, ArgumentError
+from gpuarena.errors import ArenaError, ArgumentError, ArgumentTypeError
 from gpuarena.kv import KVLayer
 
 if TYPE_CHECKING:
@@ -143,11 +144,19 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         n_removed = removed(tokens_to_remove)
         if n_removed and self._kv is not None:
             self._kv.truncate(self._kv.length - n_removed)
+            self._cut_transcript()
 
     def reset(self) -> None:
         """Forget this layer's tokens; `ArenaCache.reset` does it for all."""
         if self._kv is not None:
             self._kv.truncate(0)
+            self._cut_transcript()
+
+    def _cut_transcript(self) -> None:
+        """Forget the ids of tokens that this layer does not hold any more."""
+        cache = self._cache()
+        if cache is not None:
+            cache.transcript.cut(self.get_seq_length())
 
     def activate_past_recording(self) -> None:
         """Do nothing: the past is always there."""
@@ -167,7 +176,10 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
 def removed(tokens_to_remove: int) -> int:
     """Return how many tokens a `crop` argument removes: it is negative or 0, and a tensor in transformers 5.17."""
-    count = int(tokens_to_remove)
+    try:
+        count = operator.index(tokens_to_remove)
+    except (TypeError, ValueError, RuntimeError):  # arrays of several numbers raise any of these
+        raise ArgumentTypeError(f"crop takes an integer, not {type(tokens_to_remove).__name__}") from None
     if count > 0:
         raise ArgumentError(
             f"crop({count}): give minus the number of tokens to remove, or use cache.truncate({count})"

@@ -22,6 +22,7 @@ from gpuarena.kv import KVLayer, KVSpec, LayerGroup, LayerSpec
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT
 from gpuarena.region import Region
 from gpuarena_transformers.layers import ArenaLayer
+from gpuarena_transformers.offload import Offload
 from gpuarena_transformers.overflow import Overflow
 
 __all__ = ["CacheMemory"]
@@ -52,6 +53,8 @@ class CacheMemory:
         The one to take everything from.
     overflow : Overflow, optional
         Makes layers that grow beyond the arena instead of raising.
+    offload : Offload, optional
+        Holds keys and values in host memory.
     """
 
     def __init__(
@@ -62,15 +65,22 @@ class CacheMemory:
         dtype: Any = None,
         arena: Arena | None = None,
         overflow: Overflow | None = None,
+        offload: Offload | None = None,
     ) -> None:
+        if arena is not None and not isinstance(arena, Arena):
+            raise ArgumentTypeError(f"arena must be a torch arena, not {type(arena).__name__}")
         if arena is not None and arena.backend != "torch":
             raise ArgumentTypeError(f"arena must be a torch arena, not one of backend {arena.backend!r}")
         self.group = group
         self.device = None if device is None else _as_device(device)
+        if isinstance(dtype, str):
+            dtype = dtype.removeprefix("torch.")  # as str(torch.float32) has it
         self.dtype = None if dtype is None else as_dtype(dtype).torch
         self.given = arena
         self.overflow = overflow
+        self.offload = offload
         self.arenas: list[Arena] = [] if arena is None else [arena]
+        """Those on the devices of the model, apart from what `offload` stages there."""
         self.layers: list[Any] | None = None
         """The layers of the cache; None where nobody knows how many there will be."""
         self.beside: CacheMemory | None = None
@@ -94,6 +104,11 @@ class CacheMemory:
             window,
             values.dtype,  # type: ignore[arg-type]
         )
+        if self.offload is not None and kind == "kv":
+            if index not in self.offload.resident:
+                self._most[kind] = max(spec, self._most.get(kind, spec), key=_weight)
+                return self.offload.take_layer(index, spec, keys.device, self._layers_left(spec))
+            kind = f"kv {index}"  # a kind of its own, since the others are elsewhere
         arena = self._arena_for(index, kind, spec, keys.device)
         due = self._scratch_due.pop(arena.device, 0)
         if due > spec.scratch_nbytes(self.group.batch, self.group.max_tokens):
@@ -143,7 +158,7 @@ class CacheMemory:
     @property
     def _is_last_to_take_scratch(self) -> bool:
         """Whether no keys and values come that need a scratch as well, as a rule a larger one."""
-        return self._n_left() == 0
+        return self.offload is not None or self._n_left() == 0
 
     def _check_device(self, what: str, device: torch.device) -> None:
         wanted = self.device
@@ -273,8 +288,17 @@ class CacheMemory:
         self.arenas.append(arena)
         return arena
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the layers that have memory are read."""
+        staged = () if self.offload is None else self.offload.stagings
+        return {torch.device(arena.device) for arena in self.arenas}.union(staged)
+
     def reserve(
-        self, specs: dict[torch.device, KVSpec], states: dict[torch.device, list[int]] | None = None
+        self,
+        specs: dict[torch.device, KVSpec],
+        states: dict[torch.device, list[int]] | None = None,
+        offloaded: dict[torch.device, list[LayerSpec]] | None = None,
     ) -> None:
         """Take the memory for layers that are known, and first what moving the rows of the largest needs.
 
@@ -284,8 +308,12 @@ class CacheMemory:
             Keys and values, and keys of indexers, by device.
         states : dict, optional
             The bytes of each state of one row, by device.
+        offloaded : dict, optional
+            Keys and values in host memory, by the device that reads them.
         """
         states = states or {}
+        if self.offload is not None:
+            self.offload.reserve(offloaded or {})
         batch, tokens = self.group.batch, self.group.max_tokens
         for device in {**specs, **states}:
             sizes = [nbytes * batch for nbytes in states.get(device, ())]

@@ -11,6 +11,9 @@ from gpuarena_transformers.known_models import known_config
 
 __all__ = ["read_config"]
 
+#: Entries that choose how a model is run, and may name code on a hub, which transformers would fetch and run.
+_HOW_TO_RUN = ("attn_implementation", "experts_implementation", "use_kernels", "auto_map")
+
 
 def read_config(source: str) -> tuple[Any, str, int | None]:
     """Return the config of a model, its name, and the bytes of its weights as stored if a file tells.
@@ -29,7 +32,13 @@ def read_config(source: str) -> tuple[Any, str, int | None]:
     BackendError
         A ``.gguf`` file without the gguf package.
     """
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it may be the name of a model
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ArgumentError(f"cannot read {source[:80]!r}: {error}") from error
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ArgumentError(
@@ -50,16 +59,25 @@ def _read_json(path: Path) -> Any:
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"cannot read {str(path)!r}: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ArgumentError(f"{str(path)!r} is no config of a model: it has no model_type")
     kind = found.pop("model_type")
     try:
-        return AutoConfig.for_model(kind, **found)
+        return AutoConfig.for_model(kind, **_without_code(found))
     except Exception as error:  # configs check their entries each in its own way
         first_line = str(error).partition(" Should contain")[0].partition("\n")[0]
         raise ArgumentError(f"{str(path)!r}: transformers cannot use this config: {first_line}") from error
+
+
+def _without_code(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config, also of its parts, that say what a model is and not how it is run."""
+    return {
+        name: _without_code(value) if isinstance(value, dict) else value
+        for name, value in found.items()
+        if not any(name.strip("_").startswith(one) for one in _HOW_TO_RUN)
+    }
 
 
 def _weights_nbytes(folder: Path) -> int | None:

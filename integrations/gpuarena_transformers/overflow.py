@@ -43,6 +43,10 @@ class CacheStats(KVStats):
 
     overflow_nbytes: int = 0
     """Bytes of ordinary tensors in use since the arena is full; 0 as long as it is not."""
+    host_nbytes: int = 0
+    """With ``offload="cpu"``, bytes of the arenas in host memory, which hold keys, values and their scratch."""
+    staging_nbytes: int = 0
+    """With ``offload="cpu"``, bytes on the devices that keys and values are brought to."""
 
     @classmethod
     def of(cls, group: LayerGroup) -> CacheStats:

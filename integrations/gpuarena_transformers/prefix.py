@@ -65,7 +65,7 @@ class Prefix:
     @property
     def is_live(self) -> bool:
         """Whether the cache still holds its tokens."""
-        return _is_live(self.cache, self._checkpoint)
+        return self.cache.group.is_live(self._checkpoint)
 
     def restore(self) -> None:
         """Drop everything behind the prefix.
@@ -306,12 +306,6 @@ def _forward(
         options["position_ids"] = positions[:, first:].to(device)
     with torch.no_grad():
         model(input_ids=ids[:, first:stop].to(device), **options)
-
-
-def _is_live(cache: ArenaCache, checkpoint: KVCheckpoint) -> bool:
-    marks = cache.group._common.marks
-    slot = checkpoint._slot
-    return slot < len(marks) and marks[slot] == (checkpoint.n_tokens, checkpoint._serial)
 
 
 def _counts_padding(cache: ArenaCache) -> bool:

@@ -6,17 +6,19 @@ import contextlib
 import inspect
 import os
 from collections.abc import Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from gpuarena.errors import ArgumentError
+from gpuarena.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
     "cache_argument",
     "cache_of_one_token",
+    "check_fraction",
     "decoder_config",
     "devices_of",
     "evaluating",
@@ -27,7 +29,17 @@ __all__ = [
 
 
 def decoder_config(config: Any) -> Any:
-    """Return the part of a model's config that describes its decoder."""
+    """Return the part of a model's config that describes its decoder.
+
+    Raises
+    ------
+    ArgumentTypeError
+        It is no config: often a model, in place of its ``config``.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise ArgumentTypeError(
+            f"config must be that of a model, model.config, or None, not {type(config).__name__}"
+        )
     return config.get_text_config(decoder=True)
 
 
@@ -39,6 +51,14 @@ def model_max_length(config: Any) -> int | None:
         if isinstance(length, int) and length > 0:
             return length
     return None
+
+
+def check_fraction(memory_fraction: Any) -> None:
+    """Raise `ArgumentError` or `ArgumentTypeError` unless it is a share of the memory, above 0 and at most 1."""
+    if isinstance(memory_fraction, bool) or not isinstance(memory_fraction, Real):
+        raise ArgumentTypeError(f"memory_fraction must be a number, not {type(memory_fraction).__name__}")
+    if not 0 < float(memory_fraction) <= 1:
+        raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
 
 
 def devices_of(model: Any) -> list[torch.device]:

@@ -11,20 +11,30 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     StaticCache,
     get_layer_types_and_kwargs,
 )
 
 from gpuarena import Arena
-from gpuarena.errors import ArgumentError, CheckpointError, ShapeError, refuse_copy
+from gpuarena.errors import ArgumentError, ArgumentTypeError, CheckpointError, ShapeError, refuse_copy
 from gpuarena.kv import KVCheckpoint, KVScope, KVSpec, KVStats, LayerGroup, LayerSpec
 from gpuarena.kv.spec import positive
 from gpuarena_transformers.budget import Plan
+from gpuarena_transformers.layer_types import WITHOUT_ATTENTION
 from gpuarena_transformers.layers import removed
 from gpuarena_transformers.layout import measure_layout
 from gpuarena_transformers.memory import CacheMemory
 from gpuarena_transformers.sizing import decoder_config, devices_of, free_nbytes, model_max_length
-from gpuarena_transformers.static_layers import STATIC_LAYERS, ArenaStaticIndexedLayer, Slots, is_capturing
+from gpuarena_transformers.static_layers import (
+    STATIC_LAYERS,
+    ArenaStaticIndexedLayer,
+    ArenaStaticStateLayer,
+    Slots,
+    States,
+    is_capturing,
+)
+from gpuarena_transformers.transcript import Transcript
 
 __all__ = ["ArenaStaticCache"]
 
@@ -64,8 +74,8 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
     `check_room` before; code that replays a CUDA graph of its own calls `advance`.
 
     Layers with a window have a slot for every token as well, and the mask hides what is outside: they read as much as
-    the others, and can be cropped like them. Recurrent states and the index keys of sparse attention are transformers'
-    own and lie outside of the arena.
+    the others, and can be cropped like them. Recurrent states and the index keys of sparse attention lie outside of the
+    arena.
     """
 
     # A class attribute, because up to transformers 5.17 the base class has a property without a setter.
@@ -82,6 +92,8 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         arena: Arena | None = None,
         bucket: int | None = None,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise ArgumentTypeError(f"config must be that of a model, not {type(config).__name__}")
         if getattr(config, "is_encoder_decoder", False):
             raise ArgumentError(
                 f"{type(config).__name__} is an encoder-decoder, which ArenaStaticCache does not serve; use ArenaCache"
@@ -102,6 +114,8 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
             capacity_hint=" (max_context_length)",
         )
         self.memory = CacheMemory(self.group, device=device, dtype=dtype, arena=arena)
+        self.transcript = Transcript()
+        """The token ids that the cache is known to hold."""
         self._promised = 0  # tokens that check_room has shown slots for
         self.n_slots = self.slots_for(0)
         """Slots that attention reads now."""
@@ -117,6 +131,8 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
             kind = STATIC_LAYER_TYPE_MAPPING.get(layer_type)
             if kind in STATIC_LAYERS:
                 layers.append(STATIC_LAYERS[kind](self, index, **options))
+            elif kind is LinearAttentionLayer and layer_type not in WITHOUT_ATTENTION:
+                layers.append(ArenaStaticStateLayer(self.max_batch_size, **options))
             elif kind is not None and not issubclass(kind, CacheLayerMixin):
                 layers.append(kind(max_cache_len=self.max_context_length, **options))
             else:
@@ -342,6 +358,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         """
         self._settle()
         self.group.rollback(checkpoint)
+        self.transcript.keep_first(self.group.rows)
         self._after_cut()
 
     def scope(self) -> KVScope:
@@ -377,14 +394,17 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         """
         n_removed = removed(tokens_to_remove)
         self._settle()
-        length = self.group.length
+        length, lengths = self.group.length, self.group._common.lengths
+        is_uneven = bool(lengths) and max(lengths) != min(lengths)  # after a step that failed
         if n_removed > length:
             raise ArgumentError(f"crop(-{n_removed}): the cache holds only {length} tokens")
         for layer in self.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin) and not layer.is_croppable:
+            if not (n_removed or is_uneven) or not isinstance(layer, LinearAttentionCacheLayerMixin):
+                continue
+            if not (layer.is_croppable and layer.record_past):
                 raise ArgumentError(f"crop(-{n_removed}): a {type(layer).__name__} cannot go back")
         for layer in self.layers:
-            if not isinstance(layer, Slots):
+            if isinstance(layer, ArenaStaticStateLayer) and layer.record_past:
                 layer.crop(-n_removed)
         # Also for 0: a step that failed left more in its first layers.
         self.group.truncate(length - n_removed)
@@ -395,13 +415,16 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         self._settle()
         self.group.reset()
         self._after_cut()
+        self.transcript.clear()
         for layer in self.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                LinearAttentionCacheLayerMixin.reset(layer)
+            if isinstance(layer, States):
+                layer.reset_states()
 
     def _after_cut(self) -> None:
+        self.transcript.cut(self.group.length)
         self._apply()
         self._promised = 0
+        self._show_rows()  # a rollback to before rows were repeated
         self._show(self.slots_for(self.group.length))
 
     # -- rows ---------------------------------------------------------------------------------------------------
@@ -410,6 +433,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         """Put row ``beam_idx[i]`` in place of row i, within the memory that is reserved."""
         self._settle()
         self.group.reorder(beam_idx)
+        self.transcript.cut(self.group.n_shared)  # what all rows share; to move the rest would wait for a GPU
         rows = torch.as_tensor(beam_idx)
         for layer in self.layers:
             if isinstance(layer, ArenaStaticIndexedLayer):
@@ -428,6 +452,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         self._refuse_others("batch_repeat_interleave")
         self._settle()
         self.group.repeat(repeats)
+        self.transcript.repeat(int(repeats))
         self._show_rows()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -440,6 +465,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
                 raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {n_rows}")
             indices = indices.nonzero().flatten()
         self.group.select(indices)
+        self.transcript.select(torch.as_tensor(indices))
         self._show_rows()
 
     def _show_rows(self) -> None:

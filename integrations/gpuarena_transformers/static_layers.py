@@ -15,7 +15,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from gpuarena.errors import ArgumentError
+from gpuarena.errors import ArgumentError, ShapeError
 from gpuarena.kv.full import FullLayer
 from gpuarena_transformers.layers import removed
 
@@ -29,7 +29,9 @@ __all__ = [
     "ArenaStaticIndexedLayer",
     "ArenaStaticLayer",
     "ArenaStaticSlidingLayer",
+    "ArenaStaticStateLayer",
     "Slots",
+    "States",
 ]
 
 #: Of `_n_written`: compiled code wrote tokens, and how many is read from the device.
@@ -58,6 +60,7 @@ class Slots:
     keys: torch.Tensor | None
     values: torch.Tensor | None
     cumulative_length: torch.Tensor
+    device: Any
     is_initialized: bool
 
     def __init__(self, cache: ArenaStaticCache, index: int, **options: Any) -> None:
@@ -251,6 +254,7 @@ class Slots:
         self._n_written, self._seen_version = None, version
         if length < kv.length:
             kv.truncate(length)
+            self._owner().transcript.cut(length)
         else:
             kv._advance(self.batch_size, min(length, self.max_cache_len))
         self.is_initialized = kv.length > 0
@@ -302,6 +306,7 @@ class Slots:
         if self._kv is not None:
             self.settle()
             self._kv.truncate(self._kv.length - n_removed)
+            self._owner().transcript.cut(self._kv.length)
             self.apply()
 
     def reset(self) -> None:
@@ -309,6 +314,7 @@ class Slots:
         if self._kv is not None:
             self.settle()
             self._kv.truncate(0)
+            self._owner().transcript.clear()
             self.apply()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -373,17 +379,115 @@ class ArenaStaticIndexedLayer(Slots, StaticIndexedLayer):  # type: ignore[misc]
             self.indexer_keys.copy_(self.indexer_keys.index_select(0, rows.to(self.indexer_keys.device)))
 
 
-class _WithState(Slots):
-    """A layer that has a recurrent state beside its keys and values, as transformers makes it."""
+class States(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped
+    """Convolution and recurrent states, at addresses that stay, with memory for as many rows as the cache has.
+
+    The memory is torch's, taken at the first update and kept by `reset`; fewer rows use the first of it.
+    """
+
+    device: Any
+    _max_rows: int
+
+    def _begin(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}  # [max_rows, ...]
+        self._state_views: dict[tuple[str, int, int], torch.Tensor] = {}  # [rows, ...]
+
+    def _take_state(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        """Take the memory for states like these, or what there is of it, and show as many rows as they have."""
+        if conv_states is not None:
+            width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            self.conv_kernel_size[state_idx] = width
+            self.conv_states[state_idx] = self._state(
+                "conv", state_idx, conv_states, (*conv_states.shape[1:-1], width)
+            )
+            self.is_conv_states_initialized[state_idx] = True
+        if recurrent_states is not None:
+            self.recurrent_states[state_idx] = self._state(
+                "recurrent", state_idx, recurrent_states, tuple(recurrent_states.shape[1:])
+            )
+            self.is_recurrent_states_initialized[state_idx] = True
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]  # torch does not annotate it
+        reason="an ArenaStaticCache takes memory and rows outside of compiled code"
+    )
+    def _state(self, what: str, number: int, like: torch.Tensor, tail: tuple[int, ...]) -> torch.Tensor:
+        """Return zeros ``[rows, *tail]`` for a first state, the same object each time for so many rows."""
+        n_rows = like.shape[0]
+        if n_rows > self._max_rows:
+            raise ShapeError(
+                f"a {what} state of {n_rows} rows given, the cache was made for at most {self._max_rows}; make it with "
+                f"a larger max_batch_size",
+                shape=tuple(like.shape),
+            )
+        if self.device is None:
+            self.dtype, self.device = like.dtype, like.device
+        with torch.inference_mode(False), torch.no_grad():  # else it could be written in that mode only
+            buffer = self._buffers.get((what, number))
+            if buffer is None:
+                buffer = torch.zeros((self._max_rows, *tail), dtype=like.dtype, device=like.device)
+                self._buffers[what, number] = buffer
+            view = self._state_views.get((what, number, n_rows))
+            if view is None:
+                view = self._state_views[what, number, n_rows] = buffer[:n_rows].data
+                torch._dynamo.mark_static_address(view)
+            view.zero_()
+        return view
+
+    def reset_states(self) -> None:
+        """Forget the states; the next may have another number of rows."""
+        for number in range(self.number_of_states):
+            self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
+            self.has_previous_state[number] = False
+
+
+class ArenaStaticStateLayer(States):
+    """States alone."""
+
+    def __init__(self, max_rows: int, number_of_states: int = 1, **options: Any) -> None:
+        super().__init__(number_of_states=number_of_states)
+        self._begin(max_rows)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Take memory for a state."""
+        self._take_state(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget the states; the memory stays."""
+        self.reset_states()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens that were recorded, and bring the states back to their addresses."""
+        super().crop(tokens_to_remove)
+        for number, state in self.conv_states.items():
+            view = None if state is None else self._state_views.get(("conv", number, len(state)))
+            if view is not None and view is not state:
+                missing = view.shape[-1] - state.shape[-1]
+                view.copy_(torch.nn.functional.pad(state, (missing, 0)))
+                self.conv_states[number] = view
+
+
+class _WithState(Slots, States):
+    """A layer that has a recurrent state beside its keys and values."""
 
     is_croppable = False  # no state is what it was some tokens ago
+
+    def __init__(self, cache: ArenaStaticCache, index: int, **options: Any) -> None:
+        super().__init__(cache, index, **options)
+        self._begin(cache.max_batch_size)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Take memory: for keys and values, given by position, or for a state, given by name."""
         if args:
             super().lazy_initialization(*args)
         else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+            self._take_state(**kwargs)
 
 
 class ArenaStaticHybridLayer(_WithState, LinearAttentionAndStaticFullAttentionLayer):  # type: ignore[misc]

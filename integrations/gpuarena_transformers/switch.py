@@ -9,10 +9,11 @@ import weakref
 from types import MethodType, TracebackType
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from gpuarena.errors import ArgumentError
+from gpuarena.errors import ArgumentError, refuse_copy
 from gpuarena_transformers._view import Call, reason_against
 from gpuarena_transformers.attention import _NAME as ATTENTION
 from gpuarena_transformers.attention import _looks_attention_up
@@ -74,6 +75,8 @@ def enable(
 
     A call that may need more tokens than there are raises `CapacityError` before its first forward.
 
+    After ``model.to(...)``, and in a ``torch.autocast`` that changes the dtype of keys, the arena is made anew.
+
     A copy of the model, or what is unpickled from it, is not enabled, but keeps the attention.
     """
     reason = reason_against(model)
@@ -89,7 +92,7 @@ def enable(
 
 def disable(model: Any) -> None:
     """Undo `enable` and give the memory back; nothing happens to a model that is not enabled."""
-    present = model.__dict__.get("generate")
+    present = getattr(model, "__dict__", {}).get("generate")
     if isinstance(present, _Generate):
         present.switch.disable()
 
@@ -112,6 +115,9 @@ class ArenaSwitch:
         self._attention: list[tuple[Any, Any]] = _switch_attention(model) if attention else []
         self._had = {"generate": model.__dict__["generate"]} if "generate" in model.__dict__ else {}
         model.generate = _Generate(self, model)
+
+    def __reduce__(self) -> Any:
+        raise refuse_copy(self)
 
     def __repr__(self) -> str:
         return f"ArenaSwitch({'on' if self.is_on else 'off'}, {self._cache!r})"
@@ -163,16 +169,16 @@ class ArenaSwitch:
             self._running.release()
 
     def _cache_for(self, n_rows: int) -> ArenaCache | None:
-        """Return the cache, a larger one if that has too few rows; None if it was switched off a moment ago."""
+        """Return the cache, another one if it has too few rows or the model was converted; None if switched off."""
         held = self._cache
         if held is None:
             return None
         n_held = held.max_batch_size
-        if n_rows <= n_held:
+        if n_rows <= n_held and self._made_for == _formats(self._model()):
             return held
         self._cache = held = None  # its memory is free before the larger one is asked for
         try:
-            self._cache = self._make(n_rows)
+            self._cache = self._make(max(n_rows, n_held))
         except BaseException:
             self._cache = self._make(n_held)
             raise
@@ -180,7 +186,9 @@ class ArenaSwitch:
 
     def _make(self, n_rows: int) -> ArenaCache:
         max_context_length, memory_fraction = self._size
-        return ArenaCache.for_model(self._model(), max_context_length, memory_fraction, max_batch_size=n_rows)
+        model = self._model()
+        self._made_for = _formats(model)
+        return ArenaCache.for_model(model, max_context_length, memory_fraction, max_batch_size=n_rows)
 
 
 class _Generate:
@@ -205,6 +213,13 @@ def _forget(switch: weakref.ref[ArenaSwitch], model: Any) -> None:
     if held is not None:
         held._cache = None
         held._attention = []
+
+
+def _formats(model: Any) -> int:
+    """Return a number that changes when a model is converted or moved, and inside of an autocast: so do its keys."""
+    kind = model.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return hash((autocast, *((weight.dtype, weight.device) for weight in model.parameters())))
 
 
 def _is_plain(present: Any, model: Any) -> bool:

@@ -49,7 +49,11 @@ def as_tokens(value: Any, tokenizer: Any, *, is_first: bool) -> tuple[torch.Tens
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
     if mask is not None:
-        found = torch.as_tensor(mask).detach().cpu().reshape(-1, width) != 0
+        try:
+            found = torch.as_tensor(mask).detach().cpu() != 0
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentTypeError(f"attention_mask must be 0 and 1: {error}") from error
+        found = found[None] if found.ndim == 1 else found
         if found.shape != ids.shape:
             raise ShapeError(f"attention_mask is {list(found.shape)}, input_ids are {list(ids.shape)}")
         return ids, found

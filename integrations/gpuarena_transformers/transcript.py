@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from gpuarena.errors import ArgumentTypeError
 
 __all__ = ["Transcript"]
 
@@ -28,7 +31,7 @@ class Transcript:
         self.mask = torch.empty((1, 0), dtype=torch.bool)
         """``[rows, n]`` bool: False where padding was given."""
         self._model: weakref.ref[Any] | None = None
-        self._weights: int | None = None
+        self._weights: _Weights | None = None
 
     def __len__(self) -> int:
         return self.ids.shape[1]
@@ -37,15 +40,26 @@ class Transcript:
         return f"Transcript({len(self)} tokens of {self.ids.shape[0]} rows)"
 
     def note(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Take ``ids [rows, n]`` for the first n tokens of the cache; `mask` is that of the attention."""
+        """Take ``ids [rows, n]`` for the first n tokens of the cache; `mask` is that of the attention.
+
+        Raises
+        ------
+        ArgumentTypeError
+            No integers of two dimensions, or a mask of another shape. Unchanged on error.
+        """
+        _check_ids(ids)
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
+            raise ArgumentTypeError(f"mask must be a tensor of the shape of the ids, {list(ids.shape)}")
         self.ids = ids.detach().to("cpu", torch.long, copy=True)
         self.mask = torch.ones_like(self.ids, dtype=torch.bool)
         if mask is not None:
             self.mask &= mask.detach().to("cpu") != 0
 
     def cut(self, n_tokens: int) -> None:
-        """Forget all but the first `n_tokens` tokens."""
+        """Forget all but the first `n_tokens` tokens, and whose they are where none are left."""
         self.ids, self.mask = self.ids[:, :n_tokens], self.mask[:, :n_tokens]
+        if not len(self):
+            self._model = self._weights = None
 
     def clear(self) -> None:
         """Forget everything."""
@@ -98,7 +112,7 @@ class Transcript:
 
     def bind(self, model: Any) -> None:
         """Note that the tokens are of `model`, with the weights that it has now; it is not kept alive."""
-        self._model, self._weights = weakref.ref(model), _state_of(model)
+        self._model, self._weights = weakref.ref(model), _Weights(model)
 
     @property
     def model(self) -> Any:
@@ -107,23 +121,67 @@ class Transcript:
 
     def is_of(self, model: Any) -> bool:
         """Return whether `model` can have computed the tokens: it did, with these weights, or nobody knows who did."""
-        return self._model is None or (self._model() is model and self._weights == _state_of(model))
+        if self._model is None or self._weights is None:
+            return True
+        return self._model() is model and self._weights.are_those_of(model)
 
 
-def _state_of(model: Any) -> int:
-    """Return a number that changes when weights are replaced, written to, moved, or another adapter is chosen.
+#: Attributes of modules that change what they compute: those of adapters as PEFT names them, and dropout.
+_SETTINGS = ("training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
-    Nothing is read from the device. A write through ``.data`` leaves no trace.
+
+class _Weights:
+    """Marks of a model that change when its weights or its adapters do; nothing is read from the device.
+
+    Kept alive is nothing. References and no ids, since Python gives the id of a weight that is gone to the next.
     """
-    return hash(
-        tuple(
-            (
-                id(weight),
-                0 if weight.is_inference() else weight._version,
-                weight.dtype,
-                weight.device,
-                weight.requires_grad,  # of an adapter: whether it is the active one
+
+    def __init__(self, model: Any) -> None:
+        self._tensors = [(weakref.ref(tensor), _mark(tensor)) for tensor in _tensors(model)]
+        self._settings = _settings(model)
+
+    def are_those_of(self, model: Any) -> bool:
+        """Return whether nothing has changed since, as far as that leaves a mark."""
+        now = list(_tensors(model))
+        return (
+            len(now) == len(self._tensors)
+            and all(
+                seen() is tensor and mark == _mark(tensor)
+                for (seen, mark), tensor in zip(self._tensors, now, strict=True)
             )
-            for weight in model.parameters()
+            and self._settings == _settings(model)
         )
-    )
+
+
+def _tensors(model: Any) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()  # where quantised weights lie
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        address = tensor.data_ptr()  # changes with an assignment to .data
+    except RuntimeError:  # subclasses without a storage of their own
+        address = 0
+    version = 0 if tensor.is_inference() else tensor._version
+    # requires_grad: of an adapter, whether it is the active one.
+    return version, address, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _settings(model: Any) -> list[Any]:
+    """Return what modules are set to, and the hooks inside of the model; those of the model itself may count."""
+    found: list[Any] = []
+    for module in model.modules():
+        own = module.__dict__
+        found.append((type(module), *(repr(own[name]) for name in _SETTINGS if name in own)))
+        if module is not model:
+            found += list(own["_forward_hooks"]), list(own["_forward_pre_hooks"])  # their numbers
+    return found
+
+
+def _check_ids(ids: Any) -> None:
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point() or not len(ids):
+        kind = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ArgumentTypeError(
+            f"ids must be a tensor of integers [rows, n] with rows of 1 or more, not {kind}"
+        )

@@ -324,3 +324,20 @@ def test_truncate_below_the_floor_in_a_step_is_refused_as_elsewhere():
     with failing(cache, ArgumentError, "bounded window"):
         cache.truncate(2)
     assert cache.length == 9
+
+
+def test_a_checkpoint_tells_whether_it_is_live():
+    cache, other = make("host"), make("host")
+    for layer in OWNED:
+        append(cache, layer, 0, 3)
+    checkpoint = cache.checkpoint()
+    assert cache.is_live(checkpoint)
+    assert not other.is_live(checkpoint)
+    cache.rollback(checkpoint)
+    assert cache.is_live(checkpoint)  # it stays usable
+    cache.truncate(2)
+    assert not cache.is_live(checkpoint)
+    for layer in OWNED:
+        append(cache, layer, 2)
+    assert not cache.is_live(checkpoint)  # other tokens, though as many
+    assert cache.is_live(cache.checkpoint())

@@ -108,16 +108,14 @@ def test_it_is_what_transformers_tests_for():
 def test_layers_of_both_kinds_beside_each_other():
     cache = ArenaStaticCache(families.config("bamba"), 1, CAPACITY)
     assert [type(layer).__name__ for layer in cache.layers] == [
-        "LinearAttentionLayer",
+        "ArenaStaticStateLayer",
         "ArenaStaticLayer",
-        "LinearAttentionLayer",
+        "ArenaStaticStateLayer",
     ]
-    with pytest.raises(CheckpointError, match="layer 0 is a LinearAttentionLayer"):
+    with pytest.raises(CheckpointError, match="layer 0 is a ArenaStaticStateLayer"):
         cache.checkpoint()
     with pytest.raises(CheckpointError, match="layer 0"):
         cache.scope()
-    with pytest.raises(ArgumentError, match="LinearAttentionLayer cannot go back"):
-        cache.crop(0)
     with pytest.raises(ArgumentError, match="batch_select_indices: layer 0"):
         cache.batch_select_indices(torch.tensor([0]))
 

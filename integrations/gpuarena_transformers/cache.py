@@ -99,7 +99,8 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     Convolution and recurrent states and the keys of sparse-attention indexers lie in the arena, too. A
     checkpoint copies the states, since they cannot be cut as keys and values can, and `rollback` brings them back.
-    A step that fails leaves the states of its first layers advanced: roll back, or reset, before you go on.
+    A step that fails or is interrupted leaves more in its first layers than in the others, as with every cache of
+    transformers: roll back, truncate, or reset, before you go on.
     Layers that a model registers with a class of its own (DeepSeek-V4, MiniMax-M3) stay what they are and lie
     outside the arena; a cache with such layers makes no checkpoints.
 

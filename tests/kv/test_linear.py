@@ -419,7 +419,7 @@ def test_what_is_wrong_with_an_append_is_said_in_figures():
             tokens(1, rows=1),
             tokens(1, rows=1),
             ShapeError,
-            r"1 rows given, the cache holds 2; reset\(\) .* repeat\(n\)",
+            r"1 rows given, the cache holds 2; reset\(\) .* repeats or selects rows",
         ),
         (
             right[:, :1],

@@ -89,8 +89,7 @@ def test_one_graph_for_all_steps(name, n_reads):
     assert n_reads() == len(cache.layers)
 
 
-# torch's own, when it imports what it lowers
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports when it is first used
 def test_inductor(n_reads):
     cache = ArenaStaticCache(families.model("llama").config, 2, CAPACITY)
     read_prompt("llama", cache)

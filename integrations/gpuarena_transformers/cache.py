@@ -170,6 +170,8 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.states = StateGroup(self.group)
         self.transcript = Transcript()
         """The token ids that the cache is known to hold."""
+        # The model keeps states in its modules: up to some version the config says nothing of them.
+        self._is_elsewhere = config is not None and decoder_config(config).model_type in _STATES_ELSEWHERE
         if config is None:
             Cache.__init__(self, layer_class_to_replicate=_LayerMaker(self))
         else:
@@ -403,11 +405,6 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             self.group.truncate(n_left)
         self.states.cut(n_removed, n_left)
         self.transcript.cut(max(0, len(self.transcript) - n_removed) if n_left is None else n_left)
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        """Whether the model keeps states in its modules: up to some version the config says nothing of them."""
-        return self.config is not None and decoder_config(self.config).model_type in _STATES_ELSEWHERE
 
     def _check_one_count(self) -> None:
         """Raise unless all layers count the same tokens; a step that failed left more in the first of them."""

@@ -153,6 +153,8 @@ class StateGroup:
 
     def copy(self) -> StateCopy:
         """Return copies of all states."""
+        if not self.layers:
+            return StateCopy([])
         with torch.inference_mode(False), torch.no_grad():
             return StateCopy(
                 [
@@ -163,6 +165,8 @@ class StateGroup:
 
     def restore(self, copy: StateCopy) -> None:
         """Make the states what they were; the rows of the cache are those of the copies."""
+        if not self.layers:
+            return
         with torch.no_grad():
             for layer, (states, has_previous) in zip(self.layers, copy.layers, strict=True):
                 layer.load(states, has_previous)

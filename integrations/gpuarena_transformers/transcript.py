@@ -57,7 +57,8 @@ class Transcript:
 
     def cut(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens` tokens, and whose they are where none are left."""
-        self.ids, self.mask = self.ids[:, :n_tokens], self.mask[:, :n_tokens]
+        if n_tokens < len(self):
+            self.ids, self.mask = self.ids[:, :n_tokens], self.mask[:, :n_tokens]
         if not len(self):
             self._model = self._weights = None
 
@@ -73,7 +74,8 @@ class Transcript:
 
     def keep_first(self, n_rows: int | None) -> None:
         """Keep the first `n_rows` rows, as a rollback to before they were repeated does; None keeps all."""
-        self.ids, self.mask = self.ids[:n_rows], self.mask[:n_rows]
+        if n_rows is not None and n_rows < self.ids.shape[0]:
+            self.ids, self.mask = self.ids[:n_rows], self.mask[:n_rows]
 
     def repeat(self, n: int) -> None:
         """Put `n` copies of each row side by side."""

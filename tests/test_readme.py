@@ -106,3 +106,28 @@ def test_the_figures_of_the_caches_are_those_of_the_file():
     [line] = re.findall(r"tokens held:\s+`torch.cat` takes.*?by hand.*? times", text, re.S)
     numbers = re.findall(r"(?<!`)\b\d+(?:\.\d+)?(?=,| and|\s+and| times)", line)
     assert numbers == [number for row in expected for number in row]
+
+
+def test_the_figures_of_generate_are_those_of_the_files():
+    folder = README.parent / "docs" / "benchmarks"
+    groups = {}
+    for dtype in ("bfloat16", "float32"):
+        [path] = folder.glob(f"*-cpu-generate-{dtype}.json")
+        groups[dtype] = {
+            (g["kind"], g["batch"], g["n_tokens"]): g["rows"] for g in json.loads(path.read_text())["groups"]
+        }
+    longest = [groups[dtype]["step", 4, 16384] for dtype in groups]
+    expected = [
+        f"{rows[name]['ratio']:.2f}"
+        for name in ("DynamicCache + sdpa", "DynamicCache + gpuarena", "ideal + gpuarena")
+        for rows in longest
+    ]
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    [sentence] = re.findall(r"With four rows and 16 384 tokens each.*?\(`gpuarena bench generate`", text)
+    assert re.findall(r"\d\.\d\d", sentence) == expected
+    ours, other = "ArenaCache + gpuarena", "DynamicCache + sdpa"
+    for steps in groups.values():
+        rows = [found for (kind, _, _), found in steps.items() if kind == "step"]
+        assert all(found[ours]["allocated_nbytes"] == 0 for found in rows)
+        one = steps["step", 1, 16384]
+        assert f"{one[ours]['peak_nbytes'] / one[other]['peak_nbytes']:.2f}" == "0.89"

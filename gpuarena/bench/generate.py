@@ -159,7 +159,7 @@ def _memory(models: Models, length: int, capacity: dict[str, int], batch: int) -
 
     token = torch.full((batch, 1), 7, device=models.device)
     found: dict[str, dict[str, float]] = {}
-    for name, (kind, attention, rule) in VARIANTS.items():
+    for name, (kind, attention, _) in VARIANTS.items():
         if kind == "ideal":
             found[name] = {}
             continue
@@ -171,7 +171,7 @@ def _memory(models: Models, length: int, capacity: dict[str, int], batch: int) -
             "allocated_nbytes": meter.allocated_nbytes // _METERED_STEPS,
             "peak_nbytes": meter.peak_nbytes,
         }
-        del rule, cache
+        del cache
     return found
 
 

@@ -23,7 +23,6 @@ from gpuarena.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointError,
-    ShapeError,
     refuse_copy,
 )
 from gpuarena.kv import KVCheckpoint, KVScope, LayerGroup
@@ -34,14 +33,14 @@ from gpuarena_transformers.copying import copy_contents
 from gpuarena_transformers.files import load_cache, save_cache
 from gpuarena_transformers.indexed import ArenaIndexedLayer
 from gpuarena_transformers.layer_types import has_states, holds_tokens, is_foreign, make_layer
-from gpuarena_transformers.layers import ArenaLayer, removed
+from gpuarena_transformers.layers import ArenaLayer, removed, row_numbers
 from gpuarena_transformers.layout import measure_layout
 from gpuarena_transformers.memory import CacheMemory
 from gpuarena_transformers.offload import HostGroup, Offload, resident_layers
 from gpuarena_transformers.overflow import CacheStats, Overflow
 from gpuarena_transformers.prefix import Branches, Prefix, prefill_prefix
 from gpuarena_transformers.sizing import (
-    check_fraction,
+    check_asked,
     decoder_config,
     devices_of,
     free_nbytes,
@@ -232,11 +231,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         """
         _refuse_encoder_decoder(model.config)
         is_auto = isinstance(max_context_length, str)
-        if is_auto and max_context_length != "auto":
-            raise ArgumentError(
-                f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
-            )
-        check_fraction(memory_fraction)
+        check_asked(max_context_length, memory_fraction)
         rows, longest = positive(max_batch_size, "max_batch_size"), model_max_length(model.config)
         prompt = None if max_prompt_length is None else positive(max_prompt_length, "max_prompt_length")
         layout = measure_layout(model)
@@ -459,10 +454,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the given rows; a boolean mask of the rows is taken too."""
         held = self._rows_to_move()
-        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
-            if held is not None and tuple(indices.shape) != (held,):
-                raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {held}")
-            indices = indices.nonzero().flatten()
+        indices = row_numbers(indices, held)
         self.group.select(indices)
         self.transcript.select(torch.as_tensor(indices))
         self._moved(indices, held, "batch_select_indices", indices)

@@ -18,7 +18,7 @@ from gpuarena_transformers.cache import ArenaCache
 from gpuarena_transformers.layers import ArenaLayer
 from gpuarena_transformers.sizing import (
     cache_argument,
-    check_fraction,
+    check_asked,
     decoder_config,
     evaluating,
     free_nbytes,
@@ -166,11 +166,7 @@ class ArenaEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]  # tr
         OutOfMemoryError
             The memory cannot be reserved; it is taken here, not at the first token.
         """
-        if isinstance(max_context_length, str) and max_context_length != "auto":
-            raise ArgumentError(
-                f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
-            )
-        check_fraction(memory_fraction)
+        check_asked(max_context_length, memory_fraction)
         # Checks the rest, and finds the length of the source; it takes no memory.
         n_tokens = 1 if isinstance(max_context_length, str) else max_context_length
         sample = cls(model.config, max_batch_size, n_tokens, max_source_length)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from gpuarena.errors import ArenaError, ArgumentError, ArgumentTypeError
+from gpuarena.errors import ArenaError, ArgumentError, ArgumentTypeError, ShapeError
 from gpuarena.kv import KVLayer
 
 if TYPE_CHECKING:
@@ -197,6 +197,15 @@ def _refuse(value: Any) -> None:
 def cache_is_gone() -> ArgumentError:
     """Return the error of a layer that needs its cache, which nobody kept."""
     return ArgumentError("the ArenaCache of this layer is gone; keep it as long as its layers are used")
+
+
+def row_numbers(indices: Any, n_rows: int | None) -> Any:
+    """Return the numbers of the rows to keep, of which a boolean mask of all `n_rows` is taken too."""
+    if not isinstance(indices, torch.Tensor) or indices.dtype != torch.bool:
+        return indices
+    if n_rows is not None and tuple(indices.shape) != (n_rows,):
+        raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {n_rows}")
+    return indices.nonzero().flatten()
 
 
 def whole_cache(method: str) -> ArgumentError:

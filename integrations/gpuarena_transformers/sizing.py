@@ -18,7 +18,7 @@ from gpuarena.errors import ArgumentError, ArgumentTypeError
 __all__ = [
     "cache_argument",
     "cache_of_one_token",
-    "check_fraction",
+    "check_asked",
     "decoder_config",
     "devices_of",
     "evaluating",
@@ -53,8 +53,10 @@ def model_max_length(config: Any) -> int | None:
     return None
 
 
-def check_fraction(memory_fraction: Any) -> None:
-    """Raise `ArgumentError` or `ArgumentTypeError` unless it is a share of the memory, above 0 and at most 1."""
+def check_asked(max_context_length: Any, memory_fraction: Any) -> None:
+    """Raise `ArgumentError` or `ArgumentTypeError` for a text but "auto", or a share not above 0 and at most 1."""
+    if isinstance(max_context_length, str) and max_context_length != "auto":
+        raise ArgumentError(f'max_context_length is a number of tokens or "auto", not {max_context_length!r}')
     if isinstance(memory_fraction, bool) or not isinstance(memory_fraction, Real):
         raise ArgumentTypeError(f"memory_fraction must be a number, not {type(memory_fraction).__name__}")
     if not 0 < float(memory_fraction) <= 1:

@@ -17,15 +17,21 @@ from transformers.cache_utils import (
 )
 
 from gpuarena import Arena
-from gpuarena.errors import ArgumentError, ArgumentTypeError, CheckpointError, ShapeError, refuse_copy
+from gpuarena.errors import ArgumentError, ArgumentTypeError, CheckpointError, refuse_copy
 from gpuarena.kv import KVCheckpoint, KVScope, KVSpec, KVStats, LayerGroup, LayerSpec
 from gpuarena.kv.spec import positive
 from gpuarena_transformers.budget import Plan
 from gpuarena_transformers.layer_types import WITHOUT_ATTENTION
-from gpuarena_transformers.layers import removed
+from gpuarena_transformers.layers import removed, row_numbers
 from gpuarena_transformers.layout import measure_layout
 from gpuarena_transformers.memory import CacheMemory
-from gpuarena_transformers.sizing import decoder_config, devices_of, free_nbytes, model_max_length
+from gpuarena_transformers.sizing import (
+    check_asked,
+    decoder_config,
+    devices_of,
+    free_nbytes,
+    model_max_length,
+)
 from gpuarena_transformers.static_layers import (
     STATIC_LAYERS,
     ArenaStaticIndexedLayer,
@@ -170,12 +176,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         OutOfMemoryError
             The memory cannot be reserved; it is taken here, not at the first token.
         """
-        if isinstance(max_context_length, str) and max_context_length != "auto":
-            raise ArgumentError(
-                f'max_context_length is a number of tokens or "auto", not {max_context_length!r}'
-            )
-        if not 0 < memory_fraction <= 1:
-            raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
+        check_asked(max_context_length, memory_fraction)
         rows, longest = positive(max_batch_size, "max_batch_size"), model_max_length(model.config)
         held = [
             index for index, own in enumerate(cls(model.config, rows, 1).layers) if isinstance(own, Slots)
@@ -459,11 +460,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         """Keep only the given rows; a boolean mask of the rows is taken too."""
         self._refuse_others("batch_select_indices")
         self._settle()
-        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
-            n_rows = self.group.rows
-            if n_rows is not None and tuple(indices.shape) != (n_rows,):
-                raise ShapeError(f"a mask of {list(indices.shape)} rows, the cache holds {n_rows}")
-            indices = indices.nonzero().flatten()
+        indices = row_numbers(indices, self.group.rows)
         self.group.select(indices)
         self.transcript.select(torch.as_tensor(indices))
         self._show_rows()

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from gpuarena.errors import ArgumentError, ShapeError
 from gpuarena.kv.full import FullLayer
-from gpuarena_transformers.layers import removed
+from gpuarena_transformers.layers import removed, whole_cache
 
 if TYPE_CHECKING:
     from gpuarena_transformers.static import ArenaStaticCache
@@ -319,15 +319,15 @@ class Slots:
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Refuse: rows change places in all layers at once."""
-        raise _whole_cache("reorder_cache")
+        raise whole_cache("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: rows change places in all layers at once."""
-        raise _whole_cache("batch_repeat_interleave")
+        raise whole_cache("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Refuse: rows change places in all layers at once."""
-        raise _whole_cache("batch_select_indices")
+        raise whole_cache("batch_select_indices")
 
     def offload(self) -> None:
         """Refuse: the memory stays where it is."""
@@ -514,7 +514,3 @@ STATIC_LAYERS: dict[type[Any], type[Any]] = {
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _whole_cache(method: str) -> ArgumentError:
-    return ArgumentError(f"call {method} on the cache, not on one layer: all layers share their rows")

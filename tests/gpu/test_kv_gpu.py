@@ -19,14 +19,6 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def device(case):
-    """A device of torch, with the name that its tensors give it."""
-    if case.library != "torch":
-        pytest.skip("for tensors only")
-    return torch.device("cpu") if case.on_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture
 def cuda(device):
     if device.type != "cuda":
         pytest.skip("only CUDA shows this")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,21 +13,6 @@ pytestmark = pytest.mark.gpu
 
 #: Clock cycles that a kernel spins: about a tenth of a second, long enough for the host and copies to get ahead.
 SPIN = 200_000_000
-
-
-@pytest.fixture
-def device(case):
-    if case.library != "torch":
-        pytest.skip("for tensors only")
-    return torch.device("cpu") if case.on_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture
-def families():
-    sys.path.append(str(Path(__file__).parents[1] / "transformers"))
-    import families
-
-    return families
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,21 +10,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def device(case):
-    if case.library != "torch":
-        pytest.skip("for tensors only")
-    return torch.device("cpu") if case.on_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture
-def families():
-    sys.path.append(str(Path(__file__).parents[1] / "transformers"))
-    import families
-
-    return families
 
 
 def on(device, families, name, mode="greedy"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -37,9 +38,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 
 def pytest_configure() -> None:
-    """Keep torch to one thread: the arrays here are small."""
-    try:
+    """Keep torch to one thread, since the arrays here are small, and let its compiler import setuptools.
+
+    Before Python 3.12 setuptools cannot be imported once anything has looked for pip, as huggingface_hub does on its
+    first request: its shim then leaves distutils to the standard library and fails its own check.
+    """
+    with contextlib.suppress(ImportError):
+        import setuptools  # noqa: F401
+    with contextlib.suppress(ImportError):
         import torch
-    except ImportError:
-        return
-    torch.set_num_threads(1)
+
+        torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpuarena._files import replacing
 from gpuarena.dtypes import DType
 from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError
 from gpuarena.kv.state._pieces import Mover, Parts
@@ -100,26 +101,16 @@ def write_file(
     # The widest types first, so that every tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda tensor: tensor.dtype.itemsize, reverse=True)
     header = _header(ordered, metadata)
-    temporary = os.path.join(os.path.dirname(path) or ".", f".gpuarena-{os.urandom(8).hex()}.tmp")
-    with open(temporary, "xb") as file:
-        try:
-            file.write(len(header).to_bytes(8, "little"))
-            file.write(header)
-            progress.start(sum(tensor.nbytes for tensor in ordered))
-            for tensor in ordered:
-                for _, array, key in parts(tensor.name):
-                    piece = mover.take(array, key)
-                    file.write(piece.data)
-                    progress.add(piece.nbytes)
-                    del piece  # before the next one takes as much
-            file.flush()
-            os.fsync(file.fileno())  # or a crash of the system could leave the new name with no contents
-            file.close()  # before the exchange, as some systems want it
-            os.replace(temporary, path)
-        except BaseException:
-            file.close()
-            os.unlink(temporary)
-            raise
+    with replacing(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        progress.start(sum(tensor.nbytes for tensor in ordered))
+        for tensor in ordered:
+            for _, array, key in parts(tensor.name):
+                piece = mover.take(array, key)
+                file.write(piece.data)
+                progress.add(piece.nbytes)
+                del piece  # before the next one takes as much
 
 
 def _header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> bytes:

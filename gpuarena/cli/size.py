@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gpuarena.cli._output import plain_table, print_json
 from gpuarena.errors import ArgumentError, BackendError
 from gpuarena.kv import KVSpec
 
@@ -32,18 +31,21 @@ _KINDS = {
 
 
 def size(
-    source: str,
-    *,
-    context: int | None,
-    batch: int,
-    dtype: str,
-    as_json: bool,
-    console: Console,
+    model: Annotated[
+        str, typer.Argument(help="Folder, config.json or .gguf file; or a name such as qwen2.5-1.5b.")
+    ],
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's maximum.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows: sequences times beams.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float16 or float32.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Print what the cache of a model takes; `source` is a folder, config.json, .gguf file or built-in name."""
-    found = _find(source, context=context, batch=batch, dtype=dtype)
+    """Say what the KV cache of a model takes, and what context fits, without its weights."""
+    console = Console()
+    found = _find(model, context=context, batch=batch, dtype=dtype)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     name, n_tokens, rows = found["model"], found["context"], found["batch"]
     console.print(f"[bold]{name}[/bold], {found['dtype']}, {found['source']}", highlight=False)
@@ -152,7 +154,7 @@ def _kind_figures(kind: str, layers: list[Any], batch: int, n_tokens: int) -> di
 
 
 def _kinds_table(found: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     table.add_column("layers", no_wrap=True)
     for title in ("", "heads x dim", "bytes a token", "MB"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -174,13 +176,8 @@ def _kinds_table(found: dict[str, Any]) -> Table:
 
 def _fits_table(found: dict[str, Any]) -> Table:
     rows = found["batch"]
-    table = Table(
-        title=f"tokens that fit, {'one row' if rows == 1 else f'each of {rows} rows'}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = plain_table(f"tokens that fit, {'one row' if rows == 1 else f'each of {rows} rows'}")
+    table.title_justify = "left"
     table.add_column("memory", no_wrap=True)
     table.add_column("without weights", justify="right", no_wrap=True)
     weights = f"{found['weights_nbytes'] / 1e9:.2f} GB"

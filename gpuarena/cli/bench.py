@@ -1,207 +1,20 @@
-"""The command line: ``gpuarena demo``, ``gpuarena size`` and ``gpuarena bench``."""
+"""``gpuarena bench``: measurements side by side in one process."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-try:
-    import typer
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-except ImportError as error:  # pragma: no cover - the message is for an installation without the extra
-    raise SystemExit(
-        f"the gpuarena command needs its extra: pip install 'gpuarena[cli]' ({error})"
-    ) from error
+import typer
+from rich.console import Console
+from rich.table import Table
 
-import gpuarena
-from gpuarena._units import format_nbytes
-from gpuarena.errors import ArenaError, DeviceMismatchError
+from gpuarena.cli._output import plain_table, usable_device, write_json
 
-if TYPE_CHECKING:
-    from gpuarena.demo.run import Column, Report
+__all__ = ["bench_app"]
 
-app = typer.Typer(
-    help="One device buffer, a bump pointer, exact rollback; and KV caches on it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-
-
-def main() -> None:
-    """Run the command line; errors of this package end it with their message and status 1."""
-    from gpuarena.demo.errors import WeightsError
-
-    try:
-        app()
-    except (ArenaError, WeightsError) as error:
-        console = Console(stderr=True)
-        console.print("error: ", style="red", end="")
-        console.print(str(error), markup=False, highlight=False)  # a message may hold brackets
-        sys.exit(1)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"gpuarena {gpuarena.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
-def demo(
-    question: Annotated[str, typer.Argument(help="What to ask first.")] = "What is the capital of France?",
-    model: Annotated[
-        str | None, typer.Option(help="Folder, .gguf file or hub id; 'random' for a tiny random model.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Default: the GPU if there is one, otherwise the CPU.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer, at most.")] = 48,
-    context: Annotated[int | None, typer.Option(min=1, help="Capacity of the caches, in tokens.")] = None,
-) -> None:
-    """Let a real language model answer through the arena, next to the caches that transformers ships."""
-    from gpuarena.demo import run as demo_run
-    from gpuarena.demo.weights import load_model
-
-    console = Console()
-    where = _usable_device(device)
-    loaded = load_model(model, device=where, dtype=dtype, console=console)
-    console.print(f"[dim]{loaded.name} on {where} in {dtype}, loaded in {loaded.load_seconds:.1f} s[/dim]")
-    report = demo_run.run(
-        loaded,
-        question,
-        max_new_tokens=max_new_tokens,
-        context=context,
-        say=lambda text: console.print(f"[bold cyan]>[/bold cyan] {text}", highlight=False),
-        streamer=_streamer(loaded.tokenizer, console),
-    )
-    console.print(_demo_table(report))
-    for line in _demo_notes(report):
-        console.print(line, highlight=False)
-
-
-@app.command("size")
-def size_command(
-    model: Annotated[
-        str, typer.Argument(help="Folder, config.json or .gguf file; or a name such as qwen2.5-1.5b.")
-    ],
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's maximum.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows: sequences times beams.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the model: bfloat16, float16 or float32.")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-) -> None:
-    """Say what the KV cache of a model takes, and what context fits, without its weights."""
-    from gpuarena._cli_size import size
-
-    size(model, context=context, batch=batch, dtype=dtype, as_json=as_json, console=Console())
-
-
-def _usable_device(device: str | None) -> str:
-    """Return the device asked for, or the GPU if there is one; raise if torch cannot use it."""
-    import torch
-
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch has no type of its own for this
-        first_line = str(error).splitlines()[0]
-        raise DeviceMismatchError(
-            f"torch cannot use device {device!r}: {first_line}", device=device
-        ) from error
-    return device
-
-
-def _streamer(tokenizer: Any, console: Console) -> Any:
-    from transformers import TextStreamer
-
-    class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is untyped
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            console.print(text, end="\n" if stream_end else "", markup=False, highlight=False)
-
-    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def _demo_table(report: Report) -> Table:
-    arena, dynamic, static = report.columns
-    table = Table(
-        title=f"{report.model}, {report.device}, {report.dtype}, capacity {report.context} tokens",
-        caption=f"attention: {arena.attention} in ArenaCache, {dynamic.attention} in the others; "
-        f"gain of ArenaCache over DynamicCache / StaticCache, side by side in this run",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("", no_wrap=True)
-    for column in report.columns:
-        table.add_column(column.name, justify="right", no_wrap=True)
-    table.add_column("gain", justify="right", no_wrap=True)
-
-    for n_tokens, at in ((report.n_short, "short_tokens_per_s"), (report.n_long, "long_tokens_per_s")):
-        speeds = [getattr(column, at) for column in report.columns]
-        gains = " / ".join(f"{speeds[0] / speed:.2f}x" for speed in speeds[1:])
-        table.add_row(f"tokens/s at {n_tokens} held", *(f"{speed:.1f}" for speed in speeds), gains)
-    firsts = [column.first_token_s for column in report.columns]
-    table.add_row("next answer's token, s", "rollback", "read again", "read again")
-    table.add_row(
-        f"  {report.n_prefix} tokens shared",
-        *(f"{first:.3f}" for first in firsts),
-        " / ".join(f"{first / firsts[0]:.1f}x" for first in firsts[1:]),
-    )
-    deepcopy_s = report.deepcopy_first_token_s
-    table.add_row("  by deepcopy", "", f"{deepcopy_s:.3f}", "", f"{deepcopy_s / firsts[0]:.2f}x")
-    table.add_row("K/V reserved, MB", *(_megabytes(c.reserved_nbytes) for c in report.columns))
-    table.add_row(
-        "  in use", *("all, masked" if c is static else _megabytes(c.used_nbytes) for c in report.columns)
-    )
-    table.add_row("  peak in a step", *(_megabytes(c.peak_nbytes) for c in report.columns))
-    table.add_row("allocated a token, bytes", *(f"{c.allocated_nbytes_per_token:,}" for c in report.columns))
-    table.add_row("logits differ by", *(_difference(c, dynamic) for c in report.columns))
-    return table
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f}"
-
-
-def _difference(column: Column, reference: Column) -> str:
-    if column is reference:
-        return "reference"
-    diverging = "" if column.diverging_token is None else f"\ntoken {column.diverging_token} differs"
-    return f"{column.logits_difference:.1e}{diverging}"
-
-
-def _demo_notes(report: Report) -> list[str]:
-    arena, dynamic, _ = report.columns
-    return [
-        f"A token takes {format_nbytes(report.bytes_per_token)} of cache; the high-water mark was "
-        f"{report.high_water_tokens} of {report.context} tokens.",
-        f"Going back to the shared text took {report.rollback_s * 1e6:.0f} us by rollback and "
-        f"{report.deepcopy_s * 1e3:.1f} ms by deepcopy.",
-        f"With the same attention DynamicCache makes {report.dynamic_same_attention_tokens_per_s:.1f} tokens/s at "
-        f"{report.n_long} tokens, and ArenaCache {arena.long_tokens_per_s:.1f}: the rest of the distance to "
-        f"{dynamic.long_tokens_per_s:.1f} is the attention's.",
-    ]
 
 
 @bench_app.command("decode")
@@ -224,7 +37,7 @@ def bench_decode(
     console = Console()
     parsed = _integers(lengths, "--lengths")
     result = decode.run(
-        device=_usable_device(device),
+        device=usable_device(device),
         dtype=dtype,
         lengths=[32, 64] if quick else parsed,
         layers=layers,
@@ -232,7 +45,7 @@ def bench_decode(
         tiny=quick,
         on_length=lambda one: console.print(_decode_table(one, dtype)),
     )
-    _write_json(console, json_path, result)
+    write_json(json_path, result, console)
 
 
 @bench_app.command("alloc")
@@ -249,12 +62,12 @@ def bench_alloc(
 
     console = Console()
     result = alloc.run(
-        device=_usable_device(device),
+        device=usable_device(device),
         rounds=rounds,
         quick=quick,
         on_group=lambda group: console.print(_alloc_table(group)),
     )
-    _write_json(console, json_path, result)
+    write_json(json_path, result, console)
 
 
 @bench_app.command("kv")
@@ -276,7 +89,7 @@ def bench_kv(
 
     console = Console()
     result = kv.run(
-        device=_usable_device(device),
+        device=usable_device(device),
         dtype=dtype,
         layers=layers,
         rounds=rounds,
@@ -284,7 +97,7 @@ def bench_kv(
         quick=quick,
         on_group=lambda group: console.print(_alloc_table(group)),
     )
-    _write_json(console, json_path, result)
+    write_json(json_path, result, console)
 
 
 @bench_app.command("generate")
@@ -313,7 +126,7 @@ def bench_generate(
     console = Console()
     result = generate.run(
         model=model,
-        device=_usable_device(device),
+        device=usable_device(device),
         dtype=dtype,
         lengths=_integers(lengths, "--lengths"),
         batches=_integers(batches, "--batches"),
@@ -324,7 +137,7 @@ def bench_generate(
         quick=quick,
         on_group=lambda group: console.print(_alloc_table(group)),
     )
-    _write_json(console, json_path, result)
+    write_json(json_path, result, console)
     if plot is not None:
         from gpuarena.bench.plot import plot_steps
 
@@ -365,20 +178,14 @@ def bench_attention(
         except ValueError:
             raise typer.BadParameter(f"{text!r} is no list of integers", param_hint=f"--{name}") from None
     result = attention.run(
-        device=_usable_device(device),
+        device=usable_device(device),
         dtype=dtype,
         **numbers,
         rounds=rounds,
         quick=quick,
         on_group=lambda group: console.print(_alloc_table(group)),
     )
-    _write_json(console, json_path, result)
-
-
-def _write_json(console: Console, path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    write_json(json_path, result, console)
 
 
 #: What rows may hold besides times: the heading, and how a figure reads.
@@ -394,7 +201,7 @@ def _alloc_table(group: dict[str, Any]) -> Table:
     title = group["title"]
     if "on_top_of_numpy_s" in group:
         title += f", {group['on_top_of_numpy_s'] * 1e3:.0f} ms on top of NumPy"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table(title)
     table.add_column("", no_wrap=True)
     if group["reference"] is None:
         table.add_column("bytes", justify="right")
@@ -421,12 +228,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def _decode_table(result: dict[str, Any], dtype: str) -> Table:
-    table = Table(
-        title=f"one decoding step, {result['n_tokens']} tokens held, {dtype}",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = plain_table(f"one decoding step, {result['n_tokens']} tokens held, {dtype}")
     table.add_column("cache, attention", no_wrap=True)
     for title in ("median, ms", "quartiles", "x ours", "off by, std"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -440,7 +242,3 @@ def _decode_table(result: dict[str, Any], dtype: str) -> Table:
             f"{result['logits_difference'][name]:.1e}",
         )
     return table
-
-
-if __name__ == "__main__":
-    main()

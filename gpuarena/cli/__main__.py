@@ -1,0 +1,5 @@
+"""``python -m gpuarena.cli``."""
+
+from gpuarena.cli import main
+
+main()

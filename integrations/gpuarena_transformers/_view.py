@@ -55,6 +55,8 @@ class Call:
         Returns the cache for that many rows, or None, where the call is to go without.
     allows_foreign : bool
         Let code that is loaded from the hub generate with the model itself, instead of raising.
+    assistant_cache : ArenaCache, optional
+        What the draft model of assisted decoding works on; it starts over in each call.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class Call:
         *,
         has_positions: bool,
         allows_foreign: bool = False,
+        assistant_cache: Any = None,
     ) -> None:
         self.model = model
+        self.assistant_cache = assistant_cache
         self.cache: Any = None
         """The cache that the call works on; None before that is known, and if it goes without."""
         self.allows_foreign = allows_foreign
@@ -123,6 +127,8 @@ class Call:
         beyond = n_drafted_beyond(config, config.max_length, ids.shape[1], self.model.config, **drafting)
         n_tokens = self._max_cached + beyond
         check_fits(cache, n_tokens, ids.shape[0])
+        if self.assistant_cache is not None:
+            check_fits(self.assistant_cache, self._max_cached, ids.shape[0])
         transcript = getattr(cache, "transcript", None)
         is_known = (
             transcript is not None and self._says_all(ids, kwargs) and n_tokens <= _rope_limit(self.model)
@@ -298,6 +304,13 @@ class _Hooks(_Object):  # type: ignore[misc]  # any model
         generator = self._call.model._get_candidate_generator(*args, **kwargs)
         if generator.requires_model_outputs:  # hidden states of the whole prompt
             self._call.start_over()
+        if self._call.assistant_cache is not None:
+            if not hasattr(generator, "assistant_kwargs"):
+                raise ArgumentError(
+                    "this draft model is given no cache by transformers: leave assistant_cache= out"
+                )
+            self._call.assistant_cache.reset()
+            generator.assistant_kwargs[_CACHE] = self._call.assistant_cache
         return generator
 
     def prepare_inputs_for_generation(

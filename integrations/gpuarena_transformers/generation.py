@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,13 @@ class CacheInUseError(ArenaError, RuntimeError):
 
 
 def generate_from(
-    model: Any, cache: Any, inputs: Any = None, *, attention_mask: Any = None, **generate_kwargs: Any
+    model: Any,
+    cache: Any,
+    inputs: Any = None,
+    *,
+    attention_mask: Any = None,
+    assistant_cache: Any = None,
+    **generate_kwargs: Any,
 ) -> Any:
     """Return what ``model.generate(inputs, ...)`` returns, running only what `cache` does not hold yet.
 
@@ -56,6 +63,9 @@ def generate_from(
         Ids ``[n]`` or ``[batch, n]``, or what a tokenizer returns: further entries become arguments of `generate`.
     attention_mask : tensor or list, optional
         ``[batch, n]``, 0 for padding, which belongs on the left.
+    assistant_cache : ArenaCache, optional
+        What the `assistant_model` works on, instead of a cache that it makes for each call; it may lie in the same
+        arena as `cache`. It starts over in each call. The draft model shares the model's tokenizer.
     **generate_kwargs
         Further arguments of `generate`: ``max_new_tokens``, ``streamer``, ``assistant_model``, ...
 
@@ -94,7 +104,9 @@ def generate_from(
         raise ArgumentError(reason)
     _check_cache(model, cache)
     arguments = _arguments(model, inputs, attention_mask, generate_kwargs)
-    with _taken(cache):
+    if assistant_cache is not None:
+        _check_assistant(cache, assistant_cache, arguments)
+    with _taken(cache), contextlib.nullcontext() if assistant_cache is None else _taken(assistant_cache):
         owner = getattr(getattr(cache, "transcript", None), "model", None)
         if owner is not None and owner is not model and int(cache.get_seq_length()):
             raise ArgumentError(
@@ -102,7 +114,19 @@ def generate_from(
                 f"cache.reset() before it is used with this one"
             )
         has_positions = arguments.get("position_ids") is not None
-        return Call(model, lambda n_rows: cache, has_positions=has_positions).run(**arguments)
+        call = Call(model, lambda n_rows: cache, has_positions=has_positions, assistant_cache=assistant_cache)
+        return call.run(**arguments)
+
+
+def _check_assistant(cache: Any, assistant_cache: Any, arguments: Mapping[str, Any]) -> None:
+    assistant = arguments.get("assistant_model")
+    if assistant is None:
+        raise ArgumentError("assistant_cache= is for the assistant_model=, and none is given")
+    if assistant_cache is cache:
+        raise ArgumentError("assistant_cache is the cache of the model: give each model one of its own")
+    if arguments.get("assistant_tokenizer") is not None:
+        raise ArgumentError("assistant_cache= is for a draft model with the model's own tokenizer")
+    _check_cache(assistant, assistant_cache)
 
 
 def leaves_no_place(arguments: Mapping[str, Any]) -> str:

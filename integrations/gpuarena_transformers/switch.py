@@ -29,6 +29,7 @@ def enable(
     max_context_length: int | Literal["auto"] = "auto",
     max_batch_size: int = 1,
     memory_fraction: float = 0.9,
+    on_full: Literal["raise", "fallback"] = "raise",
     attention: bool = True,
 ) -> ArenaSwitch:
     """Let every `generate` of a model, also that of a pipeline, use one arena cache.
@@ -50,6 +51,9 @@ def enable(
         made after the first is given back, and later calls keep it.
     memory_fraction : float
         Share of the free memory that "auto" may take.
+    on_full : {"raise", "fallback"}
+        What becomes of a call that needs more tokens than there are: an error, or tensors that grow after one warning,
+        as in `ArenaCache`.
     attention : bool
         Switch a model from "sdpa" to the "gpuarena" attention, if it looks its attention up by name. Another
         attention was chosen by somebody, and stays.
@@ -73,7 +77,8 @@ def enable(
 
     What a call with ``return_dict_in_generate=True`` returns has no cache, as the next call would overwrite it.
 
-    A call that may need more tokens than there are raises `CapacityError` before its first forward.
+    A call that may need more tokens than there are raises `CapacityError` before its first forward, unless `on_full`
+    says otherwise.
 
     After ``model.to(...)``, and in a ``torch.autocast`` that changes the dtype of keys, the arena is made anew.
 
@@ -87,7 +92,12 @@ def enable(
         raise ArgumentError("the model is enabled already; disable(model) first")
     if present is not None and not _is_plain(present, model):
         raise ArgumentError("generate() of this model is replaced on the object itself, by somebody else")
-    return ArenaSwitch(model, max_context_length, max_batch_size, memory_fraction, attention)
+    sizes = {
+        "max_context_length": max_context_length,
+        "memory_fraction": memory_fraction,
+        "on_full": on_full,
+    }
+    return ArenaSwitch(model, sizes, max_batch_size, attention)
 
 
 def disable(model: Any) -> None:
@@ -103,13 +113,12 @@ class ArenaSwitch:
     def __init__(
         self,
         model: Any,
-        max_context_length: int | Literal["auto"],
+        sizes: dict[str, Any],
         max_batch_size: int,
-        memory_fraction: float,
         attention: bool,
     ) -> None:
         self._model = weakref.ref(model, functools.partial(_forget, weakref.ref(self)))
-        self._size = (max_context_length, memory_fraction)
+        self._sizes = sizes  # arguments of `ArenaCache.for_model`
         self._running = threading.Lock()
         self._cache: ArenaCache | None = self._make(max_batch_size)  # raises before anything is changed
         self._attention: list[tuple[Any, Any]] = _switch_attention(model) if attention else []
@@ -185,10 +194,9 @@ class ArenaSwitch:
         return self._cache
 
     def _make(self, n_rows: int) -> ArenaCache:
-        max_context_length, memory_fraction = self._size
         model = self._model()
         self._made_for = _formats(model)
-        return ArenaCache.for_model(model, max_context_length, memory_fraction, max_batch_size=n_rows)
+        return ArenaCache.for_model(model, max_batch_size=n_rows, **self._sizes)
 
 
 class _Generate:

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 import families  # noqa: E402 - after the skips
 from families import CACHE, MODES, assert_same, generate  # noqa: E402
-from gpuarena_transformers import ArenaCache, ArenaSwitch, disable, enable  # noqa: E402
+from gpuarena_transformers import ArenaCache, ArenaSwitch, CacheOverflowWarning, disable, enable  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteria  # noqa: E402
 
 from gpuarena.errors import ArgumentError, CapacityError, OutOfMemoryError  # noqa: E402
@@ -258,6 +258,28 @@ def test_a_call_that_is_too_long_says_so(model):
         model.generate(ids_of(), max_new_tokens=20)
     assert found == []
     assert model.generate(ids_of(), max_new_tokens=8).shape == (1, 17)
+
+
+def test_a_call_that_is_too_long_goes_on_where_that_was_asked(model):
+    options = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    wanted = fresh().generate(ids_of(), **options)
+    with enable(model, max_context_length=16, on_full="fallback") as switch:
+        with pytest.warns(CacheOverflowWarning, match="the cache is full"):
+            found = [model.generate(ids_of(), **options)]
+        found.append(model.generate(ids_of(), **options))  # the warning came once
+        assert switch.cache.on_full == "fallback"
+    for one in found:
+        assert torch.equal(one.sequences, wanted.sequences)
+        for ours, theirs in zip(one.logits, wanted.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+    with pytest.raises(ArgumentError, match="on_full"):
+        enable(model, on_full="wait")
+    assert "generate" not in vars(model)
 
 
 def test_the_size_by_default_is_the_longest_context(model):

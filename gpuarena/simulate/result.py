@@ -85,7 +85,7 @@ class Result:
     """Requests longer than `max_length`, which are left out."""
     steps: int
     sum_used: int
-    """Slots that hold a token."""
+    """Slots that hold a token, a shared one once."""
     sum_reserved: int
     """Slots that will hold one later."""
     sum_internal: int
@@ -95,28 +95,32 @@ class Result:
     max_running: int
     done: int
     unadmitted: int
-    """Requests that were never admitted."""
+    """Requests that were never admitted; one that was, and waits again after a preemption, is not among them."""
     tokens: int
-    """Tokens that were made, those made anew after a preemption included once."""
+    """Tokens that were made; a preempted request keeps those that it has, although they are computed anew."""
     first_fail_nofree: int
-    """Requests whose first attempt failed with too few slots free."""
+    """Requests whose first attempt to be admitted failed with too few slots free for what was asked."""
     first_fail_frag: int
-    """Requests whose first attempt failed although enough slots were free."""
+    """Requests whose first attempt failed although enough slots were free; what they ask for is not rounded to a block,
+    so this counts requests, too, that fail for the block of a buddy."""
     blocked_steps: int
-    """Steps that end with a request that waits."""
+    """Steps in which the first request in line did not fit, so that it and those behind it waited."""
     blocked_frag_steps: int
     """Those of them in which enough slots were free for it."""
     preempt: int
     copied: int
     """Tokens copied to grow (``grow``)."""
     rejected: int
-    """Requests turned away (``reject=True``)."""
+    """Requests turned away (``reject=True``), those included that were preempted before their first token."""
     wait_p50_s: float
+    """Seconds from arrival to first admission, of those that were admitted: the middle one."""
     wait_p99_s: float
+    """The one after 99 of 100."""
     ext_mean: float
-    """Mean over the steps of ``1 - largest hole / free``, 0 where nothing is free: external fragmentation."""
+    """Mean over the steps of ``1 - largest hole / free``, 0 where nothing is free: external fragmentation, to six
+    digits."""
     hit_tokens: int
-    """Prompt tokens found in pages of earlier requests (``share=True``)."""
+    """Prompt tokens found in pages of earlier requests (``share=True``), at the first admission of each request."""
     classes: tuple[LengthClass, ...]
     worst: Moment | None
     """The first attempt that failed by fragmentation with the largest share of the slots free, the earliest of equals."""
@@ -124,6 +128,10 @@ class Result:
     """First attempts that failed by fragmentation with at least 40 % of the slots free."""
     samples: tuple[Sample, ...]
     """At steps evenly apart."""
+    share: bool = False
+    """Whether pages were shared by equal prefixes."""
+    drain: bool = False
+    """Whether it went on until all requests were done, instead of ending with the arrival of the last."""
 
     @property
     def utilisation(self) -> float:

@@ -280,7 +280,7 @@ def _sentences(found: Diagnosis) -> Iterator[str]:
     if found.fits:
         yield f"{what} fits: the longest hole has {_count(at.largest_hole, 'slot')}."
         return
-    share = f"{at.free} of {_count(at.capacity, 'slot')} ({at.free * 100 // at.capacity} %) are free"
+    share = f"{at.free} of {_count(at.capacity, 'slot')} ({round(at.free * 100 / at.capacity)} %) are free"
     if n > found.largest_possible:
         yield f"{what} can never fit: an empty allocator of {_count(at.capacity, 'slot')} takes at most {found.largest_possible}."
     elif found.cause == "memory":

@@ -62,10 +62,10 @@ class PageStates:
         >>> states.take(), states.take(), states.available
         (0, 1, 0)
         """
-        assert self.available, "the caller saw that there is a page"
         if self._free:
             page = self._free.pop()
         else:
+            assert self._cached, "the caller saw that there is a page"
             page, _ = self._cached.popitem(last=False)
             self.index.remove(page)
             self.n_evicted += 1
@@ -80,9 +80,10 @@ class PageStates:
 
     def release(self, page: int) -> None:
         """Drop a reference. Of several pages, the last of a sequence goes first."""
-        assert self._counts[page] > 0, "a page is released once for each reference"
-        self._counts[page] -= 1
-        if self._counts[page] == 0:
+        count = self._counts[page] - 1
+        assert count >= 0, "a page is released once for each reference"
+        self._counts[page] = count
+        if count == 0:
             if self.index.of(page) is None:
                 self._free.append(page)
             else:

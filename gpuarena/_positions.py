@@ -134,6 +134,8 @@ class Positions(State):
                 raise self._closed_error("reset")
             reports = self._drop_to(self._position("low", 0), cause, frame, self._position("high", 0))
             self._epoch += 1
+            for hook in self._hooks:
+                hook.was_reset()
             raise_reports(reports)
 
     def assert_balanced(self) -> None:
@@ -171,14 +173,19 @@ class Positions(State):
                 # The ends are apart: a scope of the other end is not inside this one.
                 inner = [other for other in scopes[at + 1 :] if other.side == scope.side]
                 self._scopes = scopes[:at] + [s for s in scopes[at + 1 :] if s.side != scope.side]
-            self._validate(checkpoint, "closing", scope)
-            if not known:
-                raise CheckpointError(
-                    f"{scope!r} was closed out of order: a scope around it was closed before it"
-                )
-            if len(serials) > n_live:
-                cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
-                raise_reports(self._drop_to(checkpoint, cause, frame, leaving=True))
+            try:
+                self._validate(checkpoint, "closing", scope)
+                if not known:
+                    raise CheckpointError(
+                        f"{scope!r} was closed out of order: a scope around it was closed before it"
+                    )
+                if len(serials) > n_live:
+                    cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
+                    raise_reports(self._drop_to(checkpoint, cause, frame, leaving=True))
+            finally:
+                for hook in self._hooks:
+                    for over in (*reversed(inner), scope):
+                        hook.scope_closed(over)
             if inner:
                 names = ", ".join(map(repr, inner))
                 raise CheckpointError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from types import CodeType
 
+    from gpuarena.checkpoint import Scope
     from gpuarena.dtypes import DType
     from gpuarena.errors import ArenaError
 
@@ -60,10 +61,13 @@ class Cause(NamedTuple):
 
     def __str__(self) -> str:
         # Only needed for a message, so the line is looked up here and not at every rollback.
-        line = next(
-            (line for start, stop, line in self.code.co_lines() if start <= self.instruction < stop), None
-        )
-        return f"{self.text} at {self.code.co_filename}:{line or self.code.co_firstlineno}"
+        return f"{self.text} at {self.code.co_filename}:{line_number(self.code, self.instruction)}"
+
+
+def line_number(code: CodeType, instruction: int) -> int:
+    """Return the line of an instruction, as ``frame.f_lasti`` says it."""
+    lines = (line for start, stop, line in code.co_lines() if start <= instruction < stop)
+    return next(lines, None) or code.co_firstlineno
 
 
 class Take:
@@ -154,6 +158,15 @@ class Hook:
 
     def restored(self, stack: Stack, n_live: int, known: Any) -> None:
         """They are back; `known` is None for a hook that came after the spill."""
+
+    def scope_opened(self, scope: Scope) -> None:
+        """A scope was entered."""
+
+    def scope_closed(self, scope: Scope) -> None:
+        """It is over, in whatever way; its rollback, if there was one, has happened."""
+
+    def was_reset(self) -> None:
+        """Every checkpoint and scope is dead."""
 
     def marking(self) -> Any:
         """Several allocations begin that are made together or not at all; return what `undone` needs."""

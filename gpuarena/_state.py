@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from gpuarena.dtypes import DType
     from gpuarena.region import Region
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
+#: What the file names of this package begin with.
+PACKAGE = os.path.dirname(__file__) + os.sep
 
 #: Rollbacks remembered for the messages about stale regions.
 N_REMEMBERED = 256
@@ -286,7 +287,7 @@ def warn(warning: Warning) -> None:
 def caller() -> tuple[FrameType, int]:
     """Return the innermost frame outside of this package, and its ``stacklevel`` for who called this."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     return frame, level
 

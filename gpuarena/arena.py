@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpuarena._pins import Pin
     from gpuarena.debug import Debug
     from gpuarena.frames import Frame
+    from gpuarena.observe.memory_map import MemoryMap
     from gpuarena.observe.profile import Profile
     from gpuarena.observe.trace import Trace
     from gpuarena.scratch import Scratch
@@ -367,6 +368,42 @@ class Arena(Allocation):
                     sums[record.label] = sums.get(record.label, 0) + record.nbytes
         return sums
 
+    def memory_map(self, width: int | None = None) -> MemoryMap:
+        """Return what lies where, to be printed: a bar of the addresses, and the bytes of each label.
+
+        >>> arena = Arena(4096, name="scratch")
+        >>> x = arena.alloc(1000, "uint8", label="x")
+        >>> y = arena.alloc(700, "uint8", label="y", side="high")
+        >>> print(arena.memory_map(width=80))
+        arena scratch on cpu, 4 KiB
+        1.73 KiB taken (43.2 %), 2.27 KiB free, 2 regions, high-water mark 1.73 KiB
+        <BLANKLINE>
+             0 B AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA.
+           1 KiB ................................................................
+           2 KiB ................................................................
+           3 KiB ................BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB----
+                 a cell is 16 B, low end at 1000 B, high end at 3.25 KiB
+        <BLANKLINE>
+             label          bytes    share  regions  end
+          A  x             1000 B   24.4 %        1  low
+          B  y              700 B   17.1 %        1  high
+          -  padding         68 B    1.7 %
+          .  free        2.27 KiB   56.8 %
+
+        Parameters
+        ----------
+        width : int, optional
+            Columns of the text, at least 40; by default those of the terminal.
+
+        Raises
+        ------
+        ArgumentTypeError, ArgumentError
+            The width is no number, or too small.
+        """
+        from gpuarena.observe.memory_map import memory_map
+
+        return memory_map(self, width)
+
     def profile(self, name: str | None = None) -> Profile:
         """Return a context manager that counts what is allocated and freed inside, by label too.
 
@@ -383,7 +420,7 @@ class Arena(Allocation):
         check_text(name, "name")
         return Profile(self, name)
 
-    def record(self, path: Any = None) -> Trace:
+    def record(self, path: Any = None, *, sites: bool = True) -> Trace:
         """Return a context manager that logs every event, to a ``.jsonl`` or ``.csv`` file if a path is given.
 
         >>> arena = Arena(4096)
@@ -391,10 +428,46 @@ class Arena(Allocation):
         ...     _ = arena.alloc(100, "uint8")
         >>> trace.events[-1].kind, trace.events[-1].nbytes
         ('alloc', 100)
+
+        Parameters
+        ----------
+        path : str or path, optional
+            Without it the events are kept in memory, in `Trace.events`.
+        sites : bool
+            Whether each event says which line of the program it came from.
         """
         from gpuarena.observe.trace import Trace
 
-        return Trace(self, path)
+        return Trace(self, path, sites)
+
+    def dump_snapshot(self, path: Any, *, trace: Trace | None = None) -> None:
+        """Write the arena as it is now into a file that https://pytorch.org/memory_viz opens.
+
+        >>> import pathlib, tempfile
+        >>> arena = Arena(4096)
+        >>> with arena.record() as trace:
+        ...     _ = arena.alloc(100, "uint8", label="mask")
+        ...     arena.dump_snapshot(pathlib.Path(tempfile.mkdtemp()) / "arena.pickle", trace=trace)
+
+        Parameters
+        ----------
+        path : str or path
+            Usually ends in ``.pickle``. The file is written whole or not at all.
+        trace : Trace, optional
+            What `record` returned: the history to show beside the regions that are live.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            The trace is none, or of another arena.
+        ArenaClosedError, OSError
+            The arena is closed; the file cannot be written.
+
+        See `gpuarena.observe.dump_snapshot` for several arenas in one file.
+        """
+        from gpuarena.observe.snapshot import dump_snapshot
+
+        dump_snapshot(self, path, trace)
 
     @property
     def backend(self) -> str:

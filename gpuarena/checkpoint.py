@@ -66,6 +66,9 @@ class Scope:
             self._checkpoint = arena.checkpoint(self.side)
             arena._scopes.append(self)
             self._state = "open"
+            if arena._hooks:
+                for hook in arena._hooks:
+                    hook.scope_opened(self)
         return self
 
     def __exit__(

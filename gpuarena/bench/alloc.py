@@ -7,13 +7,16 @@ kinds, ours included, make the second look good.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,6 +81,8 @@ def _groups(device: str, rounds: int, quick: bool) -> Iterator[dict[str, Any]]:
     if device == "cpu":
         yield _group("NumPy arrays, each time a new shape", _numpy_new(), "numpy.empty", rounds, _N)
     yield _group("buffers of a step", _frame(device), "attribute of a plain object", rounds, _N * 10)
+    with tempfile.TemporaryDirectory() as folder:
+        yield _group("a log of a step", _recording(Path(folder)), "nothing recorded", rounds, _N)
     yield _group("positions", _positions(), "checkpoint + rollback, 1 region live", rounds, _N)
     yield _drops(rounds, quick)
     yield _overhead(1000 if quick else 20000)
@@ -294,6 +299,35 @@ def _frame(device: str) -> dict[str, Callable[[], object]]:
         "frame.q": of_frame,
         "region.array, made before (checked)": of_region,
     }
+
+
+def _recording(folder: Path) -> dict[str, Callable[[], object]]:
+    """Time allocations and rollbacks with a log; opening it and closing its file are in the time."""
+    shapes = [(8, 16 * (i + 1)) for i in range(_N_IN_SCOPE)]
+    variants: dict[str, Callable[[], object]] = {}
+    for name, path, sites in (
+        ("nothing recorded", None, None),
+        ("recorded in memory", None, True),
+        ("recorded in memory, without sites", None, False),
+        ("recorded to a .jsonl file", folder / "log.jsonl", True),
+        ("recorded to a .csv file", folder / "log.csv", True),
+    ):
+        arena = Arena("1MiB")
+
+        def body(arena: Arena = arena, path: Path | None = path, sites: bool | None = sites) -> None:
+            with contextlib.nullcontext() if sites is None else arena.record(path, sites=sites):
+                for _ in range(_N // _N_IN_SCOPE):
+                    with arena.scope():
+                        for shape in shapes:
+                            arena.alloc(shape, "float32")
+
+        variants[name] = body
+    with arena.record() as trace:
+        body(sites=None)
+    n_allocs = sum(event.kind == "alloc" for event in trace.events)
+    if n_allocs != _N_IN_SCOPE * (_N // _N_IN_SCOPE):
+        raise WrongMemoryError(f"{n_allocs} allocations were recorded, of {_N}")
+    return variants
 
 
 def _positions() -> dict[str, Callable[[], object]]:

@@ -11,10 +11,10 @@ from gpuarena.errors import ArgumentError, ArgumentTypeError, BackendError
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
 
-__all__ = ["ArenaCollector"]
+__all__ = ["COUNTERS", "GAUGES", "LABEL_BYTES", "ArenaCollector"]
 
 #: Field of `Stats` -> (name of the metric, what it is).
-_GAUGES = {
+GAUGES = {
     "capacity": ("capacity_bytes", "Bytes of the buffer."),
     "used": ("used_bytes", "Bytes of the live regions, as requested."),
     "padding": ("padding_bytes", "Bytes that alignment skipped, and guard zones."),
@@ -24,12 +24,14 @@ _GAUGES = {
     "n_regions": ("regions", "Live regions."),
     "fragmentation": ("fragmentation_ratio", "The share of what was taken that is padding."),
 }
-_COUNTERS = {
+COUNTERS = {
     "n_allocs_total": ("allocations", "Successful allocations."),
     "n_failed": ("failed_allocations", "Allocations refused for lack of memory."),
     "bytes_requested_total": ("requested_bytes", "Bytes of all successful allocations."),
     "bytes_freed_total": ("freed_bytes", "Bytes of all regions dropped."),
 }
+#: The metric of the bytes by label.
+LABEL_BYTES = "gpuarena_label_bytes"
 
 
 class ArenaCollector:
@@ -84,8 +86,8 @@ class ArenaCollector:
         found = [arena for ref in self._arenas if (arena := ref()) is not None and not arena.closed]
         stats = [([arena.name or "", arena.device], arena.stats) for arena in found]
         for fields, kind in (
-            (_GAUGES, self._core.GaugeMetricFamily),
-            (_COUNTERS, self._core.CounterMetricFamily),
+            (GAUGES, self._core.GaugeMetricFamily),
+            (COUNTERS, self._core.CounterMetricFamily),
         ):
             for field, (name, text) in fields.items():
                 family = kind(f"gpuarena_{name}", text, labels=["arena", "device"])
@@ -93,7 +95,7 @@ class ArenaCollector:
                     family.add_metric(labels, getattr(figures, field))
                 yield family
         by_label = self._core.GaugeMetricFamily(
-            "gpuarena_label_bytes", "Bytes of the live regions by label.", labels=["arena", "device", "label"]
+            LABEL_BYTES, "Bytes of the live regions by label.", labels=["arena", "device", "label"]
         )
         for arena in found:
             for label, nbytes in arena.by_label().items():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpuarena._stack import SIDES
+from gpuarena.errors import ArgumentError
 from gpuarena.observe.trace import Event
 
 __all__ = ["Failure", "RegionSpan", "Rollback", "ScopeSpan", "Timeline", "timeline"]
@@ -41,7 +44,9 @@ class ScopeSpan:
     site: str
     top: int
     start: int
+    """Index of the event that opened it; -1 if it was open when the log began."""
     stop: int | None
+    """Index of the event that ended it; None if it was open at the end of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Failure:
     side: str
     nbytes: int
     label: str | None
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Timeline:
     name: str | None
     device: str
     capacity: int
-    """Bytes."""
+    """Bytes. Of a log that does not say it, the most that it shows to have been there."""
     times_ns: tuple[int, ...]
     """Of each event, since the log began."""
     regions: tuple[RegionSpan, ...]
@@ -83,7 +89,12 @@ class Timeline:
     rollbacks: tuple[Rollback, ...]
     failures: tuple[Failure, ...]
     peaks: tuple[tuple[int, int], ...]
-    """``(index, bytes)`` each time that both ends together took more than ever before: the high-water line."""
+    """``(index, bytes)`` each time that both ends together took more than ever before: the high-water line. The index
+    is -1 for what was taken when the log began."""
+    alignment: int = 1
+    """The arena's default, in bytes."""
+    address: int = 0
+    """Of the arena's first byte; 0 if the log does not say it."""
 
     @property
     def n_events(self) -> int:
@@ -91,12 +102,262 @@ class Timeline:
         return len(self.times_ns)
 
 
+#: Kinds of events that tell what there was when the log began.
+_BEGINNING = ("start", "held", "scope_held")
+
+
+class _Span:
+    """A region that is live, or a scope that is open, until its span is complete."""
+
+    __slots__ = ("at", "event", "padding", "shape", "site", "start")
+
+    def __init__(
+        self, at: int, event: Event, start: int, padding: int, shape: tuple[int, ...], site: str
+    ) -> None:
+        self.at = at  # where it goes in the list of spans
+        self.event, self.start, self.padding, self.shape, self.site = event, start, padding, shape, site
+
+
+class _End:
+    """One end of the arena, as far as the events have told it."""
+
+    def __init__(self, start: Event) -> None:
+        self.side = start.side
+        self.sign = 1 if start.side == "low" else -1
+        self.start = start
+        self.n_unknown = start.n_regions  # live regions of which the log says nothing, below the others
+        self.bottom = start.top  # where the pointer stands without `live`
+        self.guessed = False  # whether that was taken from a region that grew
+        self.live: list[_Span] = []
+        self.scopes: list[_Span] = []
+
+    @property
+    def top(self) -> int:
+        return self.live[-1].event.top if self.live else self.bottom
+
+
+class _Reader:
+    """Turns events into spans, one after the other."""
+
+    def __init__(self, starts: tuple[Event, Event], capacity: int) -> None:
+        self.ends = {start.side: _End(start) for start in starts}
+        self.capacity = capacity
+        self.index = -1
+        self.closed = False
+        self.regions: list[RegionSpan | None] = []  # None in place of what is live
+        self.scopes: list[ScopeSpan | None] = []
+        self.rollbacks: list[Rollback] = []
+        self.failures: list[Failure] = []
+        self.peak = 0
+        self.peaks: list[tuple[int, int]] = []
+
+    def read(self, event: Event) -> None:
+        """Take one event in."""
+        kind = event.kind
+        end = self.ends.get(event.side)
+        if end is None or self.closed:
+            raise self._wrong(event, "comes after the end" if self.closed else f"is of a side {event.side!r}")
+        if kind in ("alloc", "pin", "restore"):
+            self._add(end, event)
+        elif kind == "rollback":
+            self._roll_back(end, event)
+        elif kind == "extend":
+            self._extend(end, event)
+        elif kind == "scope_open":
+            self._open(end, event, self.index)
+        elif kind == "scope_close":
+            self._close_scope(end, event)
+        elif kind == "fail":
+            self.failures.append(Failure(self.index, event.side, event.nbytes, event.label, event.site))
+        elif kind == "close":
+            self.closed = True
+            self.end(self.index)
+        elif kind == "held" and self.index < 0:
+            self._hold(end, event)
+        elif kind == "scope_held" and self.index < 0:
+            self._open(end, event, -1)
+        else:
+            raise self._wrong(
+                event, "does not belong there" if kind in _BEGINNING else "is of an unknown kind"
+            )
+
+    def begin(self) -> None:
+        """Note what was taken when the log began."""
+        for end in self.ends.values():
+            if end.live and end.n_unknown:
+                raise ArgumentError(
+                    f"the log began with {end.start.n_regions} regions on the {end.side} end, and tells "
+                    f"{len(end.live)} of them"
+                )
+            if end.top != end.start.top:
+                raise ArgumentError(
+                    f"the {end.side} end stood at byte {end.start.top} when the log began, and its regions make "
+                    f"it {end.top}"
+                )
+        self._note_peak()
+
+    def end(self, stop: int | None) -> None:
+        """Complete what is live and open."""
+        for end in self.ends.values():
+            for span in end.live:
+                self._end_region(end, span, stop)
+            for span in end.scopes:
+                self._end_scope(span, stop)
+            end.live, end.scopes = [], []
+
+    # -- regions ------------------------------------------------------------------------------------------------
+
+    def _add(self, end: _End, event: Event, start: int | None = None) -> None:
+        old_top, new_top = end.top, event.top
+        n_regions = end.n_unknown + len(end.live) + 1
+        if event.n_regions != n_regions:
+            raise self._wrong(event, f"makes {event.n_regions} regions of {n_regions - 1}")
+        low, high = (old_top, new_top) if end.sign > 0 else (new_top, old_top)
+        if event.nbytes < 0 or not low <= event.offset <= event.offset + event.nbytes <= high:
+            raise self._wrong(event, f"does not lie within what it takes, bytes {low} to {high}")
+        self._push(end, event, self.index if start is None else start, high - low - event.nbytes, event.shape)
+
+    def _push(self, end: _End, event: Event, start: int, padding: int, shape: tuple[int, ...]) -> None:
+        end.live.append(_Span(len(self.regions), event, start, padding, shape, event.site))
+        self.regions.append(None)
+        if self.ends["low"].top > self.ends["high"].top:
+            raise self._wrong(event, "reaches into the other end")
+        if start >= 0:
+            self._note_peak()
+
+    def _hold(self, end: _End, event: Event) -> None:
+        if not end.live:
+            end.bottom = end.start.offset
+        end.n_unknown = 0
+        self._add(end, event, -1)
+        end.n_unknown = end.start.n_regions - len(end.live)
+
+    def _extend(self, end: _End, event: Event) -> None:
+        shape, dtype = event.shape, event.dtype
+        if end.live:
+            span = end.live[-1]
+            old = span.event
+            if event.n_regions != end.n_unknown + len(end.live) or event.offset != old.offset:
+                raise self._wrong(event, f"is not the last region, at byte {old.offset}")
+            end.live.pop()
+            self._end_region(end, span, self.index)
+            if not shape and old.nbytes and span.shape:  # an old log does not say it
+                shape = (event.nbytes * span.shape[0] // old.nbytes, *span.shape[1:])
+            dtype = dtype or old.dtype
+        elif end.n_unknown:
+            end.n_unknown -= 1
+            # It is known from here on, but for what lies before it.
+            end.bottom, end.guessed = event.offset, True
+        else:
+            raise self._wrong(event, "extends a region where there is none")
+        start, stop = event.offset, event.offset + event.nbytes
+        bottom = end.top
+        if not bottom <= start <= stop <= event.top:
+            raise self._wrong(event, f"does not lie within what it takes, bytes {bottom} to {event.top}")
+        known = dataclasses.replace(event, dtype=dtype, n_regions=end.n_unknown + len(end.live) + 1)
+        self._push(end, known, self.index, event.top - bottom - event.nbytes, shape)
+
+    def _roll_back(self, end: _End, event: Event) -> None:
+        old_top = end.top
+        n_regions = end.n_unknown + len(end.live) - event.n_regions
+        if n_regions < 0 or event.n_regions < 0:
+            raise self._wrong(event, f"leaves {event.n_regions} regions of {event.n_regions + n_regions}")
+        n_live = event.n_regions - end.n_unknown
+        for span in reversed(end.live[max(n_live, 0) :]):
+            self._end_region(end, span, self.index)
+        del end.live[max(n_live, 0) :]
+        if n_live < 0 or (n_live == 0 and end.guessed):
+            end.n_unknown, end.bottom = event.n_regions, event.top
+        elif end.top != event.top:
+            raise self._wrong(event, f"leaves the pointer at byte {event.top}, where no region ends")
+        self.rollbacks.append(Rollback(self.index, end.side, old_top, event.top, n_regions, event.cause))
+
+    def _end_region(self, end: _End, span: _Span, stop: int | None) -> None:
+        event = span.event
+        self.regions[span.at] = RegionSpan(
+            end.side, event.offset, event.nbytes, span.padding, span.shape, event.dtype, event.label, span.site,
+            span.start, stop,
+        )  # fmt: skip
+
+    # -- scopes -------------------------------------------------------------------------------------------------
+
+    def _open(self, end: _End, event: Event, start: int) -> None:
+        end.scopes.append(_Span(len(self.scopes), event, start, 0, (), event.site))
+        self.scopes.append(None)
+
+    def _close_scope(self, end: _End, event: Event) -> None:
+        # Mostly the last one; of two that are told apart by nothing else, it does not matter which.
+        for at in reversed(range(len(end.scopes))):
+            opened = end.scopes[at].event
+            if (opened.label, opened.offset) == (event.label, event.offset):
+                self._end_scope(end.scopes.pop(at), self.index)
+                return
+        raise self._wrong(event, f"ends a scope {event.label!r}, which is not open")
+
+    def _end_scope(self, span: _Span, stop: int | None) -> None:
+        event = span.event
+        self.scopes[span.at] = ScopeSpan(event.side, event.label, span.site, event.offset, span.start, stop)
+
+    def _note_peak(self) -> None:
+        taken = self.ends["low"].top + self.capacity - self.ends["high"].top
+        if taken > self.peak:
+            self.peak = taken
+            self.peaks.append((self.index, taken))
+
+    def _wrong(self, event: Event, why: str) -> ArgumentError:
+        return ArgumentError(f"event {self.index} of the log, {event.kind!r} on the {event.side} end, {why}")
+
+
 def timeline(events: Iterable[Event]) -> Timeline:
     """Return the spans of a log, as `Arena.record` makes one and `load_trace` reads one.
+
+    >>> from gpuarena import Arena
+    >>> arena = Arena(4096)
+    >>> with arena.record() as trace, arena.scope("step"):
+    ...     _ = arena.alloc(100, "uint8", label="mask")
+    >>> made = timeline(trace.events)
+    >>> [(region.label, region.offset, region.start, region.stop) for region in made.regions]
+    [('mask', 0, 3, 4)]
+    >>> made.peaks
+    ((3, 100),)
+
+    Regions that were live when the log began have spans too, if the log tells them; one of an older version does
+    not. A region that was extended has a span for each size.
 
     Raises
     ------
     ArgumentError
         The events are no log: none, or ends that contradict each other.
     """
-    raise NotImplementedError
+    log = list(events)
+    starts = [event for event in log[:2] if isinstance(event, Event) and event.kind == "start"]
+    if tuple(start.side for start in starts) != SIDES:
+        raise ArgumentError(
+            "a log begins with the start of its low and of its high end, and these events do not"
+        )
+    low, high = starts
+    capacity = high.nbytes or max(
+        max(event.top, event.offset + event.nbytes) for event in log if event.kind != "fail"
+    )
+    reader = _Reader((low, high), capacity)
+    n_before = 2  # events that tell what there was at the start
+    while n_before < len(log) and log[n_before].kind in _BEGINNING[1:]:
+        reader.read(log[n_before])
+        n_before += 1
+    reader.begin()
+    for reader.index in range(n_before, len(log)):
+        reader.read(log[reader.index])
+    reader.end(None)
+    return Timeline(
+        name=low.label,
+        device=low.device,
+        capacity=capacity,
+        times_ns=tuple(event.time_ns for event in log),
+        regions=tuple(region for region in reader.regions if region is not None),
+        scopes=tuple(scope for scope in reader.scopes if scope is not None),
+        rollbacks=tuple(reader.rollbacks),
+        failures=tuple(reader.failures),
+        peaks=tuple(reader.peaks),
+        alignment=low.align,
+        address=low.address,
+    )

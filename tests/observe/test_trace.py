@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import json
 import os
 import pickle
+import signal
+import subprocess
 import sys
+import textwrap
+import time
 import weakref
 
 import numpy as np
@@ -57,7 +62,7 @@ HOSTILE = [
 
 @pytest.fixture(params=["host", "torch"])
 def arena(request):
-    return Arena(4096, backend=request.param, alignment=64)
+    return Arena(4096, backend=request.param, alignment=64, name="room")
 
 
 def exercise(arena):
@@ -73,6 +78,11 @@ def exercise(arena):
     arena.spill(checkpoint).restore()
 
 
+def untimed(events):
+    """Events as two logs of the same calls have them."""
+    return [dataclasses.replace(event, time_ns=0) for event in events]
+
+
 def test_every_event_is_recorded_with_its_figures(arena):
     arena.alloc(7, "uint8")
     with arena.record() as trace:
@@ -81,21 +91,107 @@ def test_every_event_is_recorded_with_its_figures(arena):
     assert isinstance(trace, Trace)
     kinds = [event.kind for event in trace.events]
     assert kinds == [
-        "start", "start", "alloc", "alloc", "alloc", "extend", "fail", "rollback", "alloc", "rollback", "restore", "close",
+        "start", "start", "held", "alloc", "alloc", "scope_open", "alloc", "extend", "fail", "rollback",
+        "scope_close", "alloc", "rollback", "restore", "close",
     ]  # fmt: skip
-    starts, alloc, high, extend = trace.events[:2], trace.events[2], trace.events[3], trace.events[5]
-    assert [(event.side, event.n_regions, event.top) for event in starts] == [
-        ("low", 1, 7),
-        ("high", 0, 4096),
+    starts, held, alloc, high = trace.events[:2], trace.events[2], trace.events[3], trace.events[4]
+    assert [(event.side, event.n_regions, event.top, event.offset) for event in starts] == [
+        ("low", 1, 7, 0),
+        ("high", 0, 4096, 4096),
     ]
-    assert alloc == Event("alloc", "low", 2, 88, 64, 24, (2, 3), "float32", 64, "x")
+    for start in starts:
+        figures = start.nbytes, start.align, start.label, start.device, start.address
+        assert figures == (4096, 64, "room", "cpu", start.address)
+    assert held == Event("held", "low", 1, 7, 0, 7, (7,), "uint8")
+    shown = dataclasses.replace(alloc, time_ns=0, site="")
+    assert shown == Event("alloc", "low", 2, 88, 64, 24, (2, 3), "float32", 64, "x")
     assert (high.side, high.offset, high.top, high.align, high.label) == ("high", 4080, 4080, 16, None)
-    assert (extend.offset, extend.nbytes, extend.top) == (128, 20, 148)
-    fail, rollback = trace.events[6:8]
+    opened, extend = trace.events[5], trace.events[7]
+    assert (opened.side, opened.label, opened.n_regions, opened.top, opened.offset) == (
+        "low",
+        "step",
+        2,
+        88,
+        88,
+    )
+    assert (extend.offset, extend.nbytes, extend.top, extend.shape) == (128, 20, 148, (20,))
+    fail, rollback, closed = trace.events[8:11]
     assert (fail.nbytes, fail.label, fail.top) == (40_000, "too much", 148)
     assert (rollback.n_regions, rollback.top) == (2, 88)
     assert "the end of scope 'step'" in rollback.cause
     assert __file__ in rollback.cause
+    assert (closed.side, closed.label, closed.n_regions, closed.top, closed.offset) == (
+        "low",
+        "step",
+        2,
+        88,
+        88,
+    )
+
+
+def test_the_log_begins_with_the_address(arena):
+    address = arena.address
+    with arena.record() as trace:
+        pass
+    assert [event.address for event in trace.events] == [address, address]
+
+
+def test_every_event_says_when_and_from_where(arena):
+    with arena.record() as trace:
+        before = time.perf_counter_ns()
+        exercise(arena)
+        taken = time.perf_counter_ns() - before
+    times = [event.time_ns for event in trace.events]
+    assert times[:2] == [0, 0]
+    assert times == sorted(times)
+    assert 0 < times[-1] - times[2] < taken
+    code = exercise.__code__
+    lines = {line for _, _, line in code.co_lines()}
+    for event in trace.events[2:]:
+        file, line = event.site.rsplit(":", 1)
+        assert file == __file__
+        assert int(line) in lines
+    first = code.co_firstlineno
+    assert [int(event.site.rsplit(":", 1)[1]) - first for event in trace.events[2:6]] == [2, 3, 4, 5]
+
+
+def test_a_cache_inside_the_package_is_not_where_an_allocation_comes_from():
+    from gpuarena.kv import KVCache, KVSpec
+
+    arena = Arena("1MiB")
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float32")
+    with arena.record() as trace:
+        KVCache(arena, spec, batch=1, max_tokens=8)
+    sites = {event.site for event in trace.events if event.kind == "alloc"}
+    assert [site.rsplit(":", 1)[0] for site in sites] == [__file__]
+
+
+def test_sites_can_be_left_out(arena, tmp_path):
+    with arena.record(sites=False) as trace, arena.record(tmp_path / "log.csv", sites=False):
+        exercise(arena)
+    for events in (trace.events, load_trace(tmp_path / "log.csv")):
+        assert {event.site for event in events} == {""}
+        assert any(__file__ in event.cause for event in events)
+
+
+def test_debug_mode_knows_the_site_of_what_was_there():
+    arena = Arena(4096, debug=True)
+    arena.alloc(1, "uint8")
+    with arena.record() as trace:
+        pass
+    assert trace.events[2].kind == "held"
+    assert trace.events[2].site.startswith(f"{__file__}:")
+
+
+def test_events_can_be_looked_at_and_changed_while_they_come(arena):
+    with arena.record() as trace:
+        events = trace.events
+        arena.alloc(1, "uint8")
+        assert trace.events is events
+        assert events[-1].kind == "alloc"
+        events.clear()
+        arena.alloc(2, "uint8")
+        assert [event.nbytes for event in trace.events] == [2]
 
 
 def test_recording_changes_no_offset_and_no_figure():
@@ -116,7 +212,8 @@ def test_repeated_allocations_are_recorded_each_time(arena):
     with arena.record() as trace:
         step()
     step()
-    assert [event.kind for event in trace.events[2:]] == ["alloc", "alloc", "rollback"]
+    kinds = [event.kind for event in trace.events[2:]]
+    assert kinds == ["scope_open", "alloc", "alloc", "rollback", "scope_close"]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -133,9 +230,12 @@ def test_a_file_holds_the_same_events(arena, tmp_path, suffix, saved):
             assert second.path == path
     if saved:
         trace.save(path)
-    expected = trace.events
-    assert load_trace(path) == expected
-    assert load_trace(str(path)) == expected
+    expected = untimed(trace.events)
+    assert untimed(load_trace(path)) == expected
+    assert untimed(load_trace(str(path))) == expected
+    if saved:
+        assert load_trace(path) == trace.events
+    assert [event.time_ns for event in load_trace(path)] == sorted(e.time_ns for e in load_trace(path))
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -161,7 +261,7 @@ def test_any_label_comes_back(tmp_path_factory, labels, suffix):
     with arena.record() as trace, arena.record(path):
         for label in labels:
             arena.alloc(1, "uint8", label=label)
-    assert load_trace(path) == trace.events
+    assert untimed(load_trace(path)) == untimed(trace.events)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -336,6 +436,171 @@ def test_a_line_that_is_no_event_is_named(tmp_path, suffix, text, line):
         load_trace(path)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top": "7"}, {"top": 7.0}, {"top": True}, {"top": None}, {"kind": 5}, {"label": 5}, {"label": ["x"]},
+        {"shape": [1.5]}, {"shape": ["1"]}, {"shape": 5}, {"site": None}, {"time_ns": "now"},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_value_of_a_wrong_type_is_no_event(tmp_path, values):
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({"kind": "alloc", "side": "low", "n_regions": 1, "top": 1, **values}) + "\n")
+    with pytest.raises(ArgumentError, match="line 1, is no event"):
+        load_trace(path)
+
+
+OLD_VALUES = ("alloc", "low", 2, 88, 64, 24, (2, 3), "float32", 64, "x", "")
+
+
+def test_files_of_an_older_version_are_read(tmp_path):
+    names = [
+        "kind",
+        "side",
+        "n_regions",
+        "top",
+        "offset",
+        "nbytes",
+        "shape",
+        "dtype",
+        "align",
+        "label",
+        "cause",
+    ]
+    (tmp_path / "old.jsonl").write_text(json.dumps(dict(zip(names, OLD_VALUES, strict=True))) + "\n")
+    cells = 'alloc,low,2,88,64,24,2 3,float32,64,"""x""",'
+    (tmp_path / "old.csv").write_text(",".join(names) + "\r\n" + cells + "\r\n")
+    for suffix in SUFFIXES:
+        assert load_trace(tmp_path / f"old{suffix}") == [Event(*OLD_VALUES)]
+
+
+def test_fields_of_a_newer_version_are_left_out(tmp_path):
+    with Arena(64).record() as trace:
+        pass
+    for suffix in SUFFIXES:
+        path = tmp_path / f"new{suffix}"
+        trace.save(path)
+        lines = path.read_text().splitlines()
+        if suffix == ".jsonl":
+            lines = [line[:-1] + ',"thread":{"id":5}}' for line in lines]
+        else:
+            lines = [lines[0] + ",thread", *(line + ",5" for line in lines[1:])]
+        path.write_text("\n".join(lines) + "\n")
+        assert load_trace(path) == trace.events
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_ends_anywhere_is_read_up_to_its_last_whole_line(tmp_path, suffix):
+    arena = Arena(4096)
+    path = tmp_path / f"log{suffix}"
+    with arena.record(path), arena.scope("ü"):
+        arena.alloc(1234, "uint8", label="naïve")
+    whole, events = path.read_bytes(), load_trace(path)
+    first_line = whole.index(b"\n") + 1
+    ends = {at + shift for at, byte in enumerate(whole) if byte == ord("\n") for shift in (-1, 0, 1, 2)}
+    start = first_line if suffix == ".csv" else 0
+    for size in sorted(size for size in {*range(start, len(whole), 13), *ends} if start <= size < len(whole)):
+        path.write_bytes(whole[:size])
+        n_whole = whole[:size].count(b"\n") - (suffix == ".csv")
+        assert load_trace(path, partial=True) == events[:n_whole]
+        if whole[size - 1 : size] in (b"\n", b""):
+            assert load_trace(path) == events[:n_whole]
+        elif suffix == ".jsonl" and whole[size : size + 1] == b"\n":  # nothing is missing
+            assert load_trace(path) == events[: n_whole + 1]
+        else:
+            line = n_whole + (2 if suffix == ".csv" else 1)
+            with pytest.raises(ArgumentError, match=rf"line {line}, is no event.*partial=True") as caught:
+                load_trace(path)
+            assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_partial_excuses_the_last_line_only(tmp_path, suffix):
+    path = tmp_path / f"log{suffix}"
+    with Arena(64).record(path):
+        pass
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], lines[-1][:20] + "\n", lines[-1]]))
+    with pytest.raises(ArgumentError, match=f"line {len(lines)}, is no event") as caught:
+        load_trace(path, partial=True)
+    assert "partial" not in str(caught.value).split("is no event")[1]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_file_of_a_process_that_was_killed_has_the_failure_and_what_came_before(tmp_path, suffix):
+    path = tmp_path / f"log{suffix}"
+    program = """
+        import os, signal, sys
+        from gpuarena import Arena, OutOfMemoryError
+        arena = Arena(4096)
+        arena.record(sys.argv[1]).__enter__()
+        arena.alloc(1, "uint8", label="first")
+        try:
+            arena.alloc(5000, "uint8", label="too much")
+        except OutOfMemoryError:
+            pass
+        arena.alloc(1, "uint8", label="last")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    labels = [event.label for event in load_trace(path, partial=True)[2:]]
+    assert labels[:2] == ["first", "too much"]
+
+
+def test_a_file_is_written_while_events_come(arena, tmp_path):
+    path = tmp_path / "log.jsonl"
+    with arena.record(path):
+        assert [event.kind for event in load_trace(path)] == ["start", "start"]
+        arena.alloc(1, "uint8", label="first")
+        time.sleep(0.11)
+        arena.alloc(1, "uint8", label="second")
+        assert [event.label for event in load_trace(path)[2:]] == ["first", "second"]
+
+
+def test_a_trace_is_saved_whole_or_not_at_all(arena, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("old\n")
+    with arena.record() as trace:
+        exercise(arena)
+    trace.events.append("no event")
+    with pytest.raises(AttributeError):
+        trace.save(path)
+    assert path.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", [None, *SUFFIXES])
+def test_what_failed_half_way_leaves_its_failure_only(tmp_path, suffix):
+    arena = Arena(4096, alignment=1)
+    path = None if suffix is None else tmp_path / f"log{suffix}"
+    with arena.record(path) as trace:
+        arena.alloc(7, "uint8", label="before")
+        mark = arena._mark("low")
+        arena.alloc(10, "uint8", label="gone")
+        with pytest.raises(OutOfMemoryError):
+            arena.alloc(5000, "uint8", label="big\n")
+        arena._undo(mark)
+        arena.alloc(3, "uint8", label="after")
+    events = trace.events if path is None else load_trace(path)
+    assert [(event.kind, event.label, event.n_regions, event.top) for event in events[2:]] == [
+        ("alloc", "before", 1, 7), ("fail", "big\n", 1, 7), ("alloc", "after", 2, 10),
+    ]  # fmt: skip
+
+
+def test_names_of_files_can_hold_anything(tmp_path):
+    hostile = 'odd, "name"\n\udcff.py'
+    code = compile("arena.alloc(1, 'uint8')\narena.reset()", "plain", "exec").replace(co_filename=hostile)
+    for suffix, shown in zip(SUFFIXES, [hostile, 'odd, "name"\\n\\udcff.py'], strict=True):
+        arena = Arena(64)
+        path = tmp_path / f"log{suffix}"
+        with arena.record(path):
+            exec(code, {"arena": arena})
+        events = load_trace(path)
+        assert [event.site for event in events[2:4]] == [f"{shown}:1", f"{shown}:2"]
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_file_that_is_no_text_is_refused(tmp_path, suffix):
     path = tmp_path / f"log{suffix}"
@@ -389,5 +654,5 @@ def test_structured_types_are_recorded(tmp_path):
     path = tmp_path / "log.csv"
     with arena.record() as trace, arena.record(path):
         arena.alloc(2, np.dtype([("a", "f4"), ("b, c", "i8")]))
-    assert load_trace(path) == trace.events
+    assert untimed(load_trace(path)) == untimed(trace.events)
     assert sys.getsizeof(trace.events[0]) < 200

@@ -1,30 +1,49 @@
-"""The command line, as a user types it."""
+"""The commands that run models, as a user types them; in one process, since each would import torch anew."""
 
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from gpuarena.cli import main
 
-def gpuarena(*arguments, timeout=300):
-    return subprocess.run(
-        [sys.executable, "-m", "gpuarena.cli", *arguments], capture_output=True, text=True, timeout=timeout
-    )
+RANDOM = ("--model", "random", "--max-new-tokens", "4", "--device", "cpu")
+
+
+@pytest.fixture
+def gpuarena(monkeypatch, capfd):
+    """Run the command; return its status and what it printed, also below Python."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpuarena", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        assert "…" not in out
+        return types.SimpleNamespace(returncode=ended.value.code or 0, stdout=out, stderr=err)
+
+    return run
 
 
 def test_version():
     import gpuarena as package
 
-    done = gpuarena("--version")
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuarena.cli", "--version"], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout.strip()) == (0, f"gpuarena {package.__version__}")
 
 
-def test_demo_with_a_random_model_shows_the_mechanics():
-    done = gpuarena("demo", "Who are you?", "--model", "random", "--max-new-tokens", "4", "--context", "600")
+def test_demo_with_a_random_model_shows_the_mechanics(gpuarena):
+    done = gpuarena("demo", "Who are you?", *RANDOM, "--context", "600")
     assert done.returncode == 0, done.stderr
     for word in (
         "Who are you?",
@@ -36,45 +55,96 @@ def test_demo_with_a_random_model_shows_the_mechanics():
     ):
         assert word in done.stdout
     assert "Warning" not in done.stderr
-    assert "Traceback" not in done.stderr
 
 
-def test_a_model_that_is_not_there_is_one_clear_line():
-    done = gpuarena("demo", "--model", "/no/such/folder")
+def test_the_figures_of_the_demo_are_all_of_standard_output(gpuarena):
+    done = gpuarena("demo", "Who are you?", *RANDOM, "--context", "600", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["model"], found["context"], found["device"]) == ("random Llama", 600, "cpu")
+    assert [column["name"] for column in found["columns"]] == ["ArenaCache", "DynamicCache", "StaticCache"]
+    assert all(column["long_tokens_per_s"] > 0 for column in found["columns"])
+    assert found["answers"][0][0] == "Who are you?"
+    assert "Who are you?" in done.stderr
+
+
+def test_a_model_that_is_not_there_is_one_clear_line(gpuarena):
+    done = gpuarena("demo", "--model", "/no/such/folder", "--device", "cpu")
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "error:" in done.stderr
-    assert "/no/such/folder" in done.stderr.replace("\n", "")
+    assert done.stderr.startswith("error: ")
+    assert "/no/such/folder" in done.stderr
+    done = gpuarena("size", "/no/such/folder")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("error: there is no file or folder '/no/such/folder'")
 
 
-def test_a_context_that_is_too_small_is_one_clear_line():
-    done = gpuarena("demo", "--model", "random", "--context", "20")
+def test_a_context_that_is_too_small_is_one_clear_line(gpuarena):
+    done = gpuarena("demo", *RANDOM, "--context", "20")
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "context of 20 tokens is too small" in " ".join(done.stderr.split())
+    assert "context of 20 tokens is too small" in done.stderr
 
 
-def test_bench_decode_writes_what_it_prints(tmp_path):
+def test_bench_decode_writes_what_it_prints(gpuarena, tmp_path):
     path = tmp_path / "out.json"
-    done = gpuarena(
-        "bench", "decode", "--quick", "--device", "cpu", "--dtype", "float32", "--json", str(path)
-    )
+    arguments = ("bench", "decode", "--quick", "--device", "cpu", "--dtype", "float32", "--json")
+    done = gpuarena(*arguments, str(path))
     assert done.returncode == 0, done.stderr
     assert "ArenaCache + gpuarena" in done.stdout
-    result = json.loads(path.read_text())
-    assert result["benchmark"] == "decode"
-    assert [one["n_tokens"] for one in result["results"]] == [32, 64]
+    written = json.loads(path.read_text())
+    done = gpuarena(*arguments, "-")
+    assert "ArenaCache + gpuarena" in done.stderr
+    for result in (written, json.loads(done.stdout)):
+        assert result["benchmark"] == "decode"
+        assert [one["n_tokens"] for one in result["results"]] == [32, 64]
 
 
-def test_bench_decode_refuses_lengths_that_are_no_numbers():
-    done = gpuarena("bench", "decode", "--lengths", "many")
+def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(gpuarena, tmp_path):
+    for command in ("decode", "alloc", "kv", "generate", "attention"):
+        done = gpuarena("bench", command, "--json", str(tmp_path / "none" / "out.json"))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"error: {tmp_path}/none/out.json: No such file or directory\n"
+    done = gpuarena("bench", "generate", "--plot", str(tmp_path))
+    assert done.stderr == f"error: {tmp_path}: Is a directory\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("decode", "--lengths", "many"), ("attention", "--queries", "1,two"), ("generate", "--batches", "")],
+)
+def test_bench_refuses_lists_that_are_no_numbers(gpuarena, arguments):
+    done = gpuarena("bench", *arguments)
     assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    assert "is no list of integers" in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_a_device_that_is_not_there_is_one_clear_line():
+def test_a_device_that_is_not_there_is_one_clear_line(gpuarena):
     for command in (["demo", "--model", "random"], ["bench", "decode", "--quick"]):
         done = gpuarena(*command, "--device", "meta:7x")
         assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-        assert "torch cannot use device 'meta:7x'" in " ".join(done.stderr.split())
+        assert "torch cannot use device 'meta:7x'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("demo", "demo"),
+        ("bench decode", "transformers"),
+        ("bench kv", "transformers"),
+        ("size gpt2", "transformers"),
+    ],
+)
+def test_without_torch_the_extra_is_named(gpuarena, monkeypatch, command, extra):
+    for name in [name for name in sys.modules if name.startswith(("gpuarena.demo.run", "gpuarena.bench"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for package in (
+        "gpuarena.demo",
+        "gpuarena.bench",
+    ):  # or `from package import module` finds what was imported
+        if package in sys.modules:
+            for name in ("run", "decode", "kv"):
+                monkeypatch.delattr(sys.modules[package], name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = gpuarena(*command.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"pip install 'gpuarena[cli,{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1

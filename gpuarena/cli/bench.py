@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from gpuarena.cli._output import plain_table, usable_device, write_json
+from gpuarena._files import check_replaceable
+from gpuarena.cli._output import console_beside, needs, plain_table, usable_device, write_json
 
 __all__ = ["bench_app"]
+
+_JSON_HELP = "Write the figures to this file; - prints them, and the tables go to standard error."
 
 bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True)
 
@@ -29,12 +31,12 @@ def bench_decode(
     quick: Annotated[
         bool, typer.Option(help="A tiny model and short contexts, to see that it runs.")
     ] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help=_JSON_HELP)] = None,
 ) -> None:
     """Time one decoding step with each cache and attention, at several context lengths."""
-    from gpuarena.bench import decode
-
-    console = Console()
+    console = console_beside(json_path)
+    with needs("transformers", "bench decode"):
+        from gpuarena.bench import decode
     parsed = _integers(lengths, "--lengths")
     result = decode.run(
         device=usable_device(device),
@@ -55,12 +57,12 @@ def bench_alloc(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 21,
     quick: Annotated[bool, typer.Option(help="Few samples, to see that it runs.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help=_JSON_HELP)] = None,
 ) -> None:
     """Time allocation, rollback and frames against torch.empty, numpy.empty and slicing by hand."""
-    from gpuarena.bench import alloc
-
-    console = Console()
+    console = console_beside(json_path)
+    with needs("torch", "bench alloc"):
+        from gpuarena.bench import alloc
     result = alloc.run(
         device=usable_device(device),
         rounds=rounds,
@@ -82,12 +84,12 @@ def bench_kv(
         int, typer.Option(min=0, help="Tokens of the longest loop of torch.cat; 8192 takes minutes.")
     ] = 2048,
     quick: Annotated[bool, typer.Option(help="Two layers, short contexts, to see that it runs.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help=_JSON_HELP)] = None,
 ) -> None:
     """Time appends, reordering, kept prompts and reads of KV caches against torch.cat and transformers' caches."""
-    from gpuarena.bench import kv
-
-    console = Console()
+    console = console_beside(json_path)
+    with needs("transformers", "bench kv"):
+        from gpuarena.bench import kv
     result = kv.run(
         device=usable_device(device),
         dtype=dtype,
@@ -117,13 +119,17 @@ def bench_generate(
     whole_limit: Annotated[int, typer.Option(min=0, help="Longest prompt of whole calls, in tokens.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 7,
     quick: Annotated[bool, typer.Option(help="A tiny model and short prompts, to see that it runs.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help=_JSON_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the steps into this .png or .svg file.")] = None,
 ) -> None:
     """Time steps, whole answers and prompts that are used again, with each cache; count what they allocate."""
-    from gpuarena.bench import generate
-
-    console = Console()
+    console = console_beside(json_path)
+    if plot is not None:
+        check_replaceable(plot)
+        with needs("plot", "bench generate --plot"):
+            import matplotlib  # noqa: F401
+    with needs("transformers", "bench generate"):
+        from gpuarena.bench import generate
     result = generate.run(
         model=model,
         device=usable_device(device),
@@ -165,22 +171,18 @@ def bench_attention(
     ] = "1,2,4,8,16,32,64,128",
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 7,
     quick: Annotated[bool, typer.Option(help="A few small shapes, to see that it runs.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help=_JSON_HELP)] = None,
 ) -> None:
     """Time attn_implementation="gpuarena" against transformers' own attention, by queries, tokens and mask."""
-    from gpuarena.bench import attention
-
-    console = Console()
-    numbers = {}
-    for name, text in (("batches", batches), ("lengths", lengths), ("queries", queries)):
-        try:
-            numbers[name] = [int(number) for number in text.split(",")]
-        except ValueError:
-            raise typer.BadParameter(f"{text!r} is no list of integers", param_hint=f"--{name}") from None
+    console = console_beside(json_path)
+    with needs("transformers", "bench attention"):
+        from gpuarena.bench import attention
     result = attention.run(
         device=usable_device(device),
         dtype=dtype,
-        **numbers,
+        batches=_integers(batches, "--batches"),
+        lengths=_integers(lengths, "--lengths"),
+        queries=_integers(queries, "--queries"),
         rounds=rounds,
         quick=quick,
         on_group=lambda group: console.print(_alloc_table(group)),
@@ -202,7 +204,7 @@ def _alloc_table(group: dict[str, Any]) -> Table:
     if "on_top_of_numpy_s" in group:
         title += f", {group['on_top_of_numpy_s'] * 1e3:.0f} ms on top of NumPy"
     table = plain_table(title)
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
     if group["reference"] is None:
         table.add_column("bytes", justify="right")
         for name, row in group["rows"].items():
@@ -229,7 +231,7 @@ def _microseconds(seconds: float) -> str:
 
 def _decode_table(result: dict[str, Any], dtype: str) -> Table:
     table = plain_table(f"one decoding step, {result['n_tokens']} tokens held, {dtype}")
-    table.add_column("cache, attention", no_wrap=True)
+    table.add_column("cache, attention", overflow="fold")
     for title in ("median, ms", "quartiles", "x ours", "off by, std"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, figures in result["variants"].items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpuarena._units import format_nbytes
-from gpuarena.cli._output import plain_table, usable_device
+from gpuarena.cli._output import needs, plain_table, print_json, usable_device
 
 if TYPE_CHECKING:
     from gpuarena.demo.run import Column, Report
@@ -28,12 +29,19 @@ def demo(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer, at most.")] = 48,
     context: Annotated[int | None, typer.Option(min=1, help="Capacity of the caches, in tokens.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON; the answers go to standard error.")
+    ] = False,
 ) -> None:
-    """Let a real language model answer through the arena, next to the caches that transformers ships."""
-    from gpuarena.demo import run as demo_run
-    from gpuarena.demo.weights import load_model
+    """Let a real language model answer through the arena, next to the caches that transformers ships.
 
-    console = Console()
+    The first run downloads a small model, once; `--model random` needs none.
+    """
+    with needs("demo", "demo"):
+        from gpuarena.demo import run as demo_run
+        from gpuarena.demo.weights import load_model
+
+    console = Console(stderr=as_json)
     where = usable_device(device)
     loaded = load_model(model, device=where, dtype=dtype, console=console)
     console.print(f"[dim]{loaded.name} on {where} in {dtype}, loaded in {loaded.load_seconds:.1f} s[/dim]")
@@ -45,6 +53,9 @@ def demo(
         say=lambda text: console.print(f"[bold cyan]>[/bold cyan] {text}", highlight=False),
         streamer=_streamer(loaded.tokenizer, console),
     )
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
     console.print(_demo_table(report))
     for line in _demo_notes(report):
         console.print(line, highlight=False)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from gpuarena.cli._output import plain_table, print_json
-from gpuarena.errors import ArgumentError, BackendError
+from gpuarena.cli._output import needs, plain_table, print_json, printable
+from gpuarena.errors import ArgumentError
 from gpuarena.kv import KVSpec
 
 __all__ = ["size"]
@@ -17,6 +22,8 @@ __all__ = ["size"]
 #: Memory of common GPUs, in GB of 10**9 bytes.
 _DEVICES_GB = (8, 16, 24, 80)
 _DTYPES = ("bfloat16", "float16", "float32")
+#: Of a folder, so that a mistake in a path to a huge one is told at once.
+_MOST_NAMES = 5000
 #: What a kind of layer is, for people.
 _KINDS = {
     "full": "full attention",
@@ -30,9 +37,31 @@ _KINDS = {
 }
 
 
+def _known_models() -> list[str]:
+    """Return the names of the models that are built in, without what is slow: the package imports transformers."""
+    package = importlib.util.find_spec("gpuarena_transformers")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        path = os.path.join(folder, "known_models.py")
+        spec = importlib.util.spec_from_file_location("_gpuarena_known_models", path)
+        if spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return list(module.KNOWN_MODELS)
+    return []
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the names that a shell may complete a model's to; of files it knows itself."""
+    return [name for name in _known_models() if name.startswith(incomplete)]
+
+
 def size(
     model: Annotated[
-        str, typer.Argument(help="Folder, config.json or .gguf file; or a name such as qwen2.5-1.5b.")
+        str,
+        typer.Argument(
+            help="Folder, config.json or .gguf file; or a name such as qwen2.5-1.5b.",
+            autocompletion=complete_model,
+        ),
     ],
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's maximum.")
@@ -75,17 +104,14 @@ def _find(source: str, *, context: int | None, batch: int, dtype: str) -> dict[s
     """Return all figures, as they are written with ``--json``."""
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
-    try:
+    _check_there(source)
+    with needs("transformers", "size"):
         import torch
         import transformers
         from gpuarena_transformers.budget import most_tokens_in, reserved_nbytes
         from gpuarena_transformers.from_config import size_of_config
         from gpuarena_transformers.model_files import read_config
         from gpuarena_transformers.sizing import model_max_length
-    except ImportError as error:
-        raise BackendError(
-            f"gpuarena size needs the transformers extra: pip install 'gpuarena[cli,transformers]' ({error})"
-        ) from error
     transformers.logging.set_verbosity_error()  # of the config, of which only a part may be given
     config, name, stored_nbytes = read_config(source)
     sized = size_of_config(config, getattr(torch, dtype), name=name)
@@ -124,6 +150,46 @@ def _find(source: str, *, context: int | None, batch: int, dtype: str) -> dict[s
             for gigabytes in _DEVICES_GB
         ],
     }
+
+
+def _check_there(source: str) -> None:
+    """Raise `ArgumentError` with what may be meant if `source` is a path at which there is nothing."""
+    path = Path(source)
+    looks_like_a_path = path.suffix in (".json", ".gguf") or source.startswith((".", "~", "/", os.sep))
+    try:
+        path = path.expanduser()
+        if path.exists() or not (looks_like_a_path or source.count("/") > 1):  # a name has one slash at most
+            return
+    except (OSError, RuntimeError, ValueError):  # it cannot even be looked at; whoever reads it says so
+        return
+    names = _known_models()
+    message = f"there is no file or folder '{printable(source, 400)}'"
+    folder = next(one for one in path.absolute().parents if one.is_dir())
+    missing = path.absolute().relative_to(folder).parts[0]
+    beside = _close(missing, _names_in(folder))
+    if beside:
+        message += f"; {printable(str(folder), 400)} has {', '.join(printable(name) for name in beside)}"
+    elif folder != path.absolute().parent:
+        message += f": {printable(str(folder), 400)} has no {printable(missing)}"
+    named = _close(path.stem if path.suffix in (".json", ".gguf") else path.name, names)
+    message += f"; close to a model that is built in: {', '.join(named)}" if named else ""
+    if not beside and not named:
+        message += f"; built in are {', '.join(names)}"
+    raise ArgumentError(message)
+
+
+def _close(name: str, names: Iterable[str]) -> list[str]:
+    """Return the most similar names, without regard to case."""
+    by_lower = {one.lower(): one for one in names}
+    return [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry, _ in zip(entries, range(_MOST_NAMES), strict=False)]
+    except OSError:  # it may not be listed
+        return []
 
 
 def _kind_figures(kind: str, layers: list[Any], batch: int, n_tokens: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ _slow_machine = [HealthCheck.too_slow, HealthCheck.filter_too_much]  # shared ru
 settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_slow_machine)
 settings.register_profile(
     "ci",
-    max_examples=60,  # a run of CI has 20 minutes; nightly has more
+    max_examples=40,  # a run of CI has 20 minutes; nightly has more
     stateful_step_count=50,
     deadline=None,
     derandomize=True,  # the same examples each time, so that a failure is a change in the code

@@ -11,12 +11,14 @@ from rich.table import Table
 
 from gpuarena._files import check_replaceable
 from gpuarena.cli._output import console_beside, needs, plain_table, usable_device, write_json
+from gpuarena.cli.compare import bench_compare
 
 __all__ = ["bench_app"]
 
 _JSON_HELP = "Write the figures to this file; - prints them, and the tables go to standard error."
 
 bench_app = typer.Typer(help="Measure, side by side in one process.", no_args_is_help=True)
+bench_app.command("compare")(bench_compare)
 
 
 @bench_app.command("decode")

@@ -276,6 +276,26 @@ class Allocation(Positions):
         stack.top = record[3]
         stack.used += record[1]
 
+    def _take_watched(
+        self, shape: Any, dtype: Any, align: Any, label: Any, needs_array: bool
+    ) -> tuple[Stack, int, int, Record, tuple[int, ...], DType, Any] | None:
+        """Take a region the short way where there are watchers, and tell them; None means the long way.
+
+        The caller holds the lock.
+        """
+        granted = self._quick(shape, dtype, align, label)
+        if granted is None:
+            return None
+        record, dims, dt, slot, repeated = granted
+        low, serial = self._low, self._next_serial
+        if repeated and self._requests[slot][-1] is None:
+            self._requests[slot] = (*self._requests[slot][:-1], _WANTED)
+        array = self._again(low, slot, dims, dt, record) if needs_array else None
+        self._push(low, record, array)
+        for watcher in self._watchers:
+            watcher.took(low, slot, record, dims, dt)
+        return low, slot, serial, record, dims, dt, array
+
     def _allocate(
         self,
         shape: Any,
@@ -289,6 +309,10 @@ class Allocation(Positions):
         lazy: bool = False,
     ) -> tuple[Stack, int, int, Record, tuple[int, ...], DType, Any]:
         """Take a region the long way; return what a `Region` is made of, and its array if that was made."""
+        if self._watchers and fill is None and side == "low":  # whoever gives no contents has the lock
+            taken = self._take_watched(shape, dtype, align, label, needs_array)
+            if taken is not None:
+                return taken
         dims, dt, nbytes, alignment = self._request(shape, dtype, align, label, side)
         with self._lock:
             self._watch()
@@ -318,7 +342,11 @@ class Allocation(Positions):
             elif needs_array:
                 array = self._new_root(stack, slot, offset, dims, dt, label)
             record = Record(offset, nbytes, label, new_top)
-            if take is None and _can_be_remembered(dtype, dt) and len(self._dtypes) < _N_DTYPES:
+            if (
+                (take is None or self._watchers)
+                and _can_be_remembered(dtype, dt)
+                and len(self._dtypes) < _N_DTYPES
+            ):
                 self._dtypes[dtype] = dt, dt.itemsize, max(self.alignment, dt.alignment)
             serial = self._next_serial  # reading the contents may have used some
             self._push(stack, record, None if self._tracker is not None else array)

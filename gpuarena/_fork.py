@@ -27,6 +27,8 @@ def _after_in_child() -> None:
     for arena in list(_arenas):
         # The thread that may have held the lock does not exist here; a child arena shares its parent's lock.
         arena._lock = locks.setdefault(id(arena._lock), threading.RLock())
+        for hook in arena._hooks:
+            hook.forked()
         if not arena._closed and not arena._backend.survives_fork:
             _unreachable.append((arena._backend, list(arena._low.arrays), list(arena._high.arrays)))
             arena._forked = True

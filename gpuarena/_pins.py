@@ -145,7 +145,7 @@ class Pins(Hook):
         # An array, because an arena that is closed makes its backend drop the memory.
         pin._buffer = self._arena._backend.root(0, (1,), as_dtype("uint8"))
         self._open = pin
-        self._arena._hooks.insert(0, self)
+        self._arena._attach(self, first=True)
         self._capture_changed()
 
     def _capture_changed(self) -> None:
@@ -171,8 +171,7 @@ class Pins(Hook):
 
     def _stop(self) -> None:
         self._open, self._by_capture = None, False
-        if self in self._arena._hooks:
-            self._arena._hooks.remove(self)
+        self._arena._detach(self)
         self._capture_changed()
 
     def _end(self, pin: Pin) -> None:

@@ -155,16 +155,26 @@ class Positions(State):
             if (
                 scopes
                 and scopes[-1] is scope
-                and not self._hooks
                 and not self._drop_hooks
                 and checkpoint._epoch == self._epoch
                 and (n_live == 0 or (n_live <= len(serials) and serials[n_live - 1] == checkpoint._serial))
-            ):  # everything in good order, and nobody to ask; a closed arena has no scopes
-                scopes.pop()
-                if len(serials) > n_live:
-                    cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
-                    self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
-                return
+            ):  # everything in good order; a closed arena has no scopes
+                if not self._hooks:  # nobody to ask, and nobody to tell
+                    scopes.pop()
+                    if len(serials) > n_live:
+                        cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
+                        self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
+                    return
+                if self._watchers:
+                    scopes.pop()
+                    try:
+                        if len(serials) > n_live:
+                            cause = _END_OF_UNNAMED if scope.label is None else f"the end of {scope!r}"
+                            self._drop_watched(stack, checkpoint, self._cause(checkpoint, cause, frame), True)
+                    finally:
+                        for watcher in self._watchers:
+                            watcher.scope_closed(scope)
+                    return
             inner: list[Scope] = []
             if known := bool(scopes) and scopes[-1] is scope:  # in good order
                 scopes.pop()
@@ -222,11 +232,16 @@ class Positions(State):
         Return what the hooks have to report, for `raise_reports`. Raise only if a hook refuses, and then nothing
         has changed.
         """
-        if not self._hooks and not self._drop_hooks and also is None:
+        if not self._drop_hooks and also is None:
             stack = self._low if checkpoint.side == "low" else self._high
-            if len(stack.serials) > checkpoint._n_live:
-                self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
-            return []
+            if not self._hooks:
+                if len(stack.serials) > checkpoint._n_live:
+                    self._drop(stack, checkpoint, self._cause(checkpoint, cause, frame))
+                return []
+            if self._watchers:
+                if len(stack.serials) > checkpoint._n_live:
+                    self._drop_watched(stack, checkpoint, self._cause(checkpoint, cause, frame), leaving)
+                return []
         self._watch()
         drops = []
         for target in (checkpoint,) if also is None else (checkpoint, also):
@@ -249,6 +264,15 @@ class Positions(State):
     def _cause(self, target: Checkpoint, text: str, frame: FrameType) -> Cause:
         values = target.side, target._n_live, self._next_serial, text, frame.f_code, frame.f_lasti
         return tuple.__new__(Cause, values)  # a third of the time of Cause(...)
+
+    def _drop_watched(self, stack: Stack, target: Checkpoint, cause: Cause, leaving: bool) -> None:
+        """Bring one end back to a valid checkpoint, and tell the watchers, who have nothing to report."""
+        drop = Drop(stack, target._n_live, target.top, cause, leaving)
+        for watcher in self._watchers:
+            watcher.before_drop(drop)
+        self._drop(stack, target, cause)
+        for watcher in self._watchers:
+            watcher.after_drop(drop)
 
     def _drop(self, stack: Stack, target: Checkpoint, cause: Cause) -> None:
         """Bring one end back to a valid checkpoint."""

@@ -178,6 +178,20 @@ class Hook:
         """Return what `Arena.check` is to raise."""
         return None
 
+    def forked(self) -> None:
+        """Go on in a child of the process that it was."""
+
     def closing(self) -> list[Warning] | None:
         """The arena is about to be closed; return what to warn of."""
         return None
+
+
+class Watcher(Hook):
+    """A hook that refuses nothing and changes nothing.
+
+    While there are no other hooks, allocations and rollbacks go the short way. It is told of the former by `took`
+    then, without `before_take` and `after_take`; of the latter as ever, but has nothing to report.
+    """
+
+    def took(self, stack: Stack, slot: int, record: Record, shape: tuple[int, ...], dtype: DType) -> None:
+        """A region of the low end is live, aligned as by default; must not raise."""

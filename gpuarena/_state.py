@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from gpuarena import _bump, _fork, _messages, backends
-from gpuarena._stack import Cause, Hook, Record, Stack
+from gpuarena._stack import Cause, Hook, Record, Stack, Watcher
 from gpuarena.checkpoint import Scope
 from gpuarena.errors import AlignmentError, ArenaError, ArgumentError, ArgumentTypeError, OutOfMemoryError
 
@@ -104,8 +104,9 @@ class State:
         self._pins: Pins | None = None
         self._dependents: Dependents | None = None
         self._checks: Checks | None = None
-        # While there are hooks every call takes the long way; the short one of allocation knows nothing of them.
+        # While there are hooks that do more than watch, every call takes the long way.
         self._hooks: list[Hook] = []
+        self._watchers: list[Watcher] = []  # the hooks, if all of them only watch
         self._drop_hooks: list[Hook] = []  # those that care for rollbacks only, asked first
         self._is_capturing: Any = None
         self._debug_settings = debug
@@ -140,6 +141,23 @@ class State:
             self._checks = Checks(self._whole(), debug)
             self._hooks.append(self._checks)
         _fork.register(self._whole())
+
+    def _attach(self, hook: Hook, *, first: bool = False) -> None:
+        """Let a hook see what happens from now on; the caller holds the lock."""
+        self._watchers = []  # the long way is right for all hooks, should this be interrupted
+        self._hooks.insert(0 if first else len(self._hooks), hook)
+        self._find_watchers()
+
+    def _detach(self, hook: Hook) -> None:
+        """Undo `_attach`; closing the arena has done so before. The caller holds the lock."""
+        if hook in self._hooks:
+            self._watchers = []
+            self._hooks.remove(hook)
+            self._find_watchers()
+
+    def _find_watchers(self) -> None:
+        watchers = [hook for hook in self._hooks if isinstance(hook, Watcher)]
+        self._watchers = watchers if len(watchers) == len(self._hooks) else []
 
     def _commit(self, stop: int) -> None:
         """Back the bytes up to `stop` with memory, where the backend grows."""
@@ -211,7 +229,7 @@ class State:
             self._bury(cause)
         self._requests.clear()
         self._dtypes.clear()
-        self._hooks, self._drop_hooks = [], []
+        self._hooks, self._watchers, self._drop_hooks = [], [], []
         self._is_capturing = None
         if not self._forked and not self._orphans:
             self._backend.release()

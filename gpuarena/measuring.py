@@ -50,7 +50,7 @@ class Measure:
         if self._arena is not None:
             raise CheckpointError("a measurement runs once; make another with gpuarena.measure()")
         self._arena = Arena(self._limit, name="dry", **self._options)
-        self._arena._hooks.append(self._strictest)
+        self._arena._attach(self._strictest)
         return self
 
     def __exit__(

@@ -22,12 +22,22 @@ def text_of(name):
 
 @pytest.mark.parametrize(
     ("name", "n_examples"),
-    [("promises.md", 40), ("limits.md", 20), ("architecture.md", 0), ("kv.md", 40), ("transformers.md", 35)],
+    [
+        ("promises.md", 40),
+        ("limits.md", 20),
+        ("architecture.md", 0),
+        ("kv.md", 40),
+        ("transformers.md", 35),
+        ("observe.md", 30),
+        ("simulate.md", 27),
+    ],
 )
 def test_the_examples_run(name, n_examples):
     pytest.importorskip("torch")
     if name == "transformers.md":
         pytest.importorskip("transformers")
+    if name == "observe.md":
+        pytest.importorskip("prometheus_client")
     if name == "limits.md" and sys.platform != "linux":
         pytest.skip("memory that grows needs Linux")
     text = re.sub(r"^```.*$", "", text_of(name), flags=re.M)  # a fence is no output

@@ -49,6 +49,21 @@ def test_every_example_is_found():
     assert len(BLOCKS) == README.read_text(encoding="utf-8").count("```python") == 4
 
 
+def test_the_screen_is_what_the_command_prints():
+    typer_testing = pytest.importorskip("typer.testing")
+    from gpuarena.cli import app
+
+    [screen] = re.findall(r"```text\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+    command, *shown = screen.splitlines()
+    assert command == "$ gpuarena explain"
+    # The encoding is that of a terminal that has these characters, whatever the one of the tests.
+    environment = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "FORCE_COLOR": None}
+    printed = typer_testing.CliRunner(charset="utf-8").invoke(app, ["explain"], env=environment)
+    assert printed.exit_code == 0
+    lines = [line.rstrip() for line in printed.stdout.splitlines()]
+    assert [line for line in lines if line in shown] == shown
+
+
 def test_the_set_up_commands_are_exactly_two():
     commands = re.findall(r"```sh\n(.*?)\n```", README.read_text(encoding="utf-8"), re.S)
     assert commands == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.text import Text
 from gpuarena.cli._output import plain_table, print_line, printable
 from gpuarena.kv.contiguous import Diagnosis
 from gpuarena.simulate import Moment, RequestTrace, Result
-from gpuarena.simulate._format import count, grouped, keep_together, listed, of_slots, percent, seconds
+from gpuarena.simulate._format import MOST_LETTERS, count, filled, grouped, listed, of_slots, percent, seconds
 
 __all__ = ["print_calm", "print_comparison", "print_heading", "print_moment"]
 
@@ -24,8 +23,6 @@ _POLICIES = {
     "buddy_pow2": "a block of a power of two for prompt and rounded output",
     "buddy_max": "a block of a power of two for {}",
 }
-#: Letters of a line of the map, as of prose.
-_MOST_LETTERS = 100
 _MAP_ROWS = 4
 
 #: Taken (two, for neighbours), free, the largest hole, the request.
@@ -39,6 +36,8 @@ def print_heading(
 ) -> None:
     """Print what was simulated."""
     left_out = f", {grouped(result.dropped)} longer ones left out" if result.dropped else ""
+    if not requests.duration_s and len(requests) > 1:
+        left_out += ", all at time 0"
     _print_prose(
         console,
         f"{printable(requests.name, 40)}: {count(result.requests, 'request')} of at most "
@@ -59,7 +58,7 @@ def print_moment(console: Console, result: Result, found: Diagnosis) -> None:
     )
     glyphs = _glyphs(console)
     label = len(grouped(moment.capacity)) + 1
-    width = max(10, min(console.width, _MOST_LETTERS) - label - 1)
+    width = max(10, min(console.width, MOST_LETTERS) - label - 1)
     per_cell = moment.capacity / (width * _MAP_ROWS)
     drawn = _cells(moment, width * _MAP_ROWS)
     for row in range(_MAP_ROWS):
@@ -185,6 +184,4 @@ def _about_pages(contiguous: Result, paged: Result) -> list[str]:
 
 
 def _print_prose(console: Console, text: str, style: str = "") -> None:
-    width = max(20, min(console.width, _MOST_LETTERS))
-    filled = textwrap.fill(keep_together(text), width, break_long_words=False, break_on_hyphens=False)
-    print_line(console, (filled.replace("\N{NO-BREAK SPACE}", " "), style))
+    print_line(console, (filled(text, console.width), style))

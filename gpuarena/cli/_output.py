@@ -18,6 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuarena._files import check_replaceable, replacing
+from gpuarena._texts import short_nbytes
+from gpuarena._texts import shortened as printable
 from gpuarena.errors import BackendError, DeviceMismatchError
 
 __all__ = [
@@ -99,40 +101,6 @@ def examples(*commands: str) -> str:
 def print_line(console: Console, *parts: Any) -> None:
     """Print texts, or pairs of text and style, as one line: the window wraps it, and nothing in it is markup."""
     console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
-
-
-def printable(text: str, limit: int = 80) -> str:
-    r"""Return `text` with what a terminal would act on written as escapes, and its middle left out if it is long.
-
-    >>> printable("layer\x1b[2J")
-    'layer\\x1b[2J'
-    >>> printable("0123456789", limit=7)
-    '012...9'
-    """
-    plain = "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-    )
-    if len(plain) <= limit:
-        return plain
-    tail = (limit - 3) // 3
-    return f"{plain[: limit - 3 - tail]}...{plain[len(plain) - tail :]}"
-
-
-def short_nbytes(nbytes: float) -> str:
-    """Return a byte count of at most eight characters.
-
-    >>> short_nbytes(1000), short_nbytes(939_524_096), short_nbytes(float("nan"))
-    ('1000 B', '896 MiB', '?')
-    """
-    if not math.isfinite(nbytes):
-        return "?"
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if nbytes < 999.5 or unit == "TiB":
-            break
-    return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:

@@ -4,38 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpuarena._files import check_replaceable
 from gpuarena.cli._output import printable
-from gpuarena.cli.size import _DTYPES, _find
+from gpuarena.cli.size import DTYPES, find_size
 from gpuarena.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:
-    from gpuarena.simulate import RequestTrace
+    from gpuarena.simulate import RequestTrace, Result
 
 __all__ = [
     "DTYPES",
+    "LOCAL",
     "N_SYNTHETIC",
     "POLICIES",
+    "BytesPerTokenOption",
+    "LimitOption",
+    "MemoryOption",
+    "ModelOption",
     "check_capacity",
     "check_files",
     "check_lengths",
+    "check_local",
     "check_memory",
     "check_share",
     "check_sources",
     "policies_of",
     "requests_of",
+    "result_figures",
+    "room_for_users",
     "size_of",
+    "trace_figures",
     "usage",
 ]
 
-DTYPES = _DTYPES
+N_SYNTHETIC = 2000
+_MEMORY = "Memory"
+
+#: Options of both commands.
+LimitOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"The first N requests only. Of synthetic ones {N_SYNTHETIC} by default.",
+        show_default=False,
+    ),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What the KV cache may use, without the weights: 2GiB, 16GB.",
+        rich_help_panel=_MEMORY,
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose bytes a token: folder, config.json, .gguf file, or a name such as qwen2.5-1.5b.",
+        rich_help_panel=_MEMORY,
+        show_default=False,
+    ),
+]
+BytesPerTokenOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="In place of a model.", rich_help_panel=_MEMORY, show_default=False),
+]
+
 #: In the order of the tables; "linear" is run for a number of users only.
 POLICIES = ("max", "buddy_max", "buddy_pow2", "buddy_exact", "exact", "grow", "paged")
-N_SYNTHETIC = 2000
+#: What `local` compares for the same users; "linear" stands for the one with their number.
+LOCAL = ("linear", "grow", "paged")
 
 
 def check_sources(trace: Path | None, synthetic: bool, of_synthetic: dict[str, Any]) -> None:
@@ -52,14 +94,19 @@ def check_sources(trace: Path | None, synthetic: bool, of_synthetic: dict[str, A
 
 
 def check_memory(
-    memory: str | None, capacity: int | None, model: str | None, bytes_per_token: int | None
+    memory: str | None,
+    capacity: int | None,
+    model: str | None,
+    bytes_per_token: int | None,
+    *,
+    local: bool = False,
 ) -> None:
-    """Raise unless the tokens that fit are said once."""
+    """Raise unless the tokens that fit are said once, or need not be since a few users are compared."""
     if memory is not None and capacity is not None:
         raise typer.BadParameter("--memory says it already; leave one out", param_hint="--capacity")
     if model is not None and bytes_per_token is not None:
         raise typer.BadParameter("--model says it already; leave one out", param_hint="--bytes-per-token")
-    if memory is None and capacity is None:
+    if memory is None and capacity is None and not local:
         raise typer.BadParameter(
             "say how much memory there is: --memory 2GiB with --model or --bytes-per-token, or --capacity in tokens",
             param_hint="--memory",
@@ -88,6 +135,27 @@ def policies_of(asked: list[str], users: int | None) -> list[str]:
     if users is not None and not any(name.startswith("linear") for name in found):
         raise typer.BadParameter("only of the policies linear and all", param_hint="--users")
     return list(dict.fromkeys(found))
+
+
+def check_local(policies: list[str], reject: bool, share: bool) -> None:
+    """Raise if `local` is asked for with what it cannot be compared with."""
+    if set(policies) != {"local"}:
+        raise typer.BadParameter(
+            f"local compares {', '.join(LOCAL)} for the same users, and stands alone", param_hint="--policy"
+        )
+    for option, given in (("--reject", reject), ("--share", share)):
+        if given:
+            raise typer.BadParameter("not with --policy local", param_hint=option)
+
+
+def room_for_users(users: int, max_length: int, chunk: int, page_size: int) -> int:
+    """Return slots among which each request finds one piece, wherever the others lie, so that nobody waits.
+
+    In the worst case each user has a piece, and one of them needs another; a hole before, between and behind
+    them may each be a slot too short.
+    """
+    longest = max(-(-max_length // unit) * unit for unit in (chunk, page_size))
+    return (2 * users + 1) * longest
 
 
 def usage(option: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -152,7 +220,7 @@ def check_share(policies: list[str], requests: RequestTrace, page_size: int) -> 
 def size_of(model: str, dtype: str) -> dict[str, Any]:
     """Return the figures of a model, of which its bytes a token are used."""
     try:
-        sized = _find(model, context=None, batch=1, dtype=dtype)
+        sized = find_size(model, context=None, batch=1, dtype=dtype)
     except BackendError as error:
         raise BackendError(
             "--model needs the transformers extra: pip install 'gpuarena[cli,transformers]'; or give the bytes of a "
@@ -165,12 +233,29 @@ def size_of(model: str, dtype: str) -> dict[str, Any]:
     return sized
 
 
+def trace_figures(requests: RequestTrace) -> dict[str, Any]:
+    """Return what ``--json`` shows of a trace."""
+    return {
+        "name": requests.name,
+        "requests": len(requests),
+        "duration_s": requests.duration_s,
+        "block_size": requests.block_size,
+    }
+
+
+def result_figures(result: Result) -> dict[str, Any]:
+    """Return what ``--json`` shows of a policy: all but the curves over time."""
+    figures = result.to_dict()
+    del figures["samples"]
+    return figures
+
+
 def check_capacity(
     policies: list[str], capacity: int, bytes_per_token: int | None, nbytes: int | None, sizes: dict[str, Any]
 ) -> None:
     """Raise if a policy could not serve a request of the maximal length alone, and say what each one needs."""
     from gpuarena.simulate._arguments import as_policy, as_settings
-    from gpuarena.simulate._format import of_slots
+    from gpuarena.simulate._format import count, of_slots
 
     least: dict[str, int] = {}
     for policy in policies:
@@ -185,7 +270,7 @@ def check_capacity(
         return
     has = of_slots(capacity, bytes_per_token)
     if nbytes is not None:
-        has = f"{nbytes:,} bytes".replace(",", " ") + f", which is {has}"
+        has = f"{count(nbytes, 'byte')}, which is {has}"
     alike: dict[int, list[str]] = {}
     for policy, needed in least.items():
         alike.setdefault(needed, []).append(policy)

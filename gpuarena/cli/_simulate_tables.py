@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,12 +10,10 @@ from rich.table import Table
 
 from gpuarena.cli._output import plain_table, printable
 from gpuarena.simulate import RequestTrace, Result
-from gpuarena.simulate._format import class_label, count, grouped, of_slots
+from gpuarena.simulate._format import class_label, count, filled, grouped, of_slots
+from gpuarena.simulate._words_of_users import compares_users, mean_taken
 
 __all__ = ["heading", "print_paragraphs", "print_tables"]
-
-#: Of a line of prose; more is hard to read.
-_MOST_LETTERS = 100
 
 _Column = tuple[str, Callable[[Result], str]]
 
@@ -28,6 +24,8 @@ def heading(
     bytes_per_token: int | None,
     sized: dict[str, Any] | None,
     max_length: int,
+    *,
+    is_enough: bool = False,
 ) -> Iterator[str]:
     """Yield lines that say what is simulated."""
     times = f"within {trace.duration_s:,.1f} s".replace(",", " ") if trace.duration_s else "all at time 0"
@@ -37,7 +35,8 @@ def heading(
         yield f"{whose}{count(bytes_per_token, 'byte')} a token"
     if sized is not None and (bounded := _bounded(sized)):
         yield f"counted as if all layers kept all tokens; {bounded}"
-    yield f"{of_slots(capacity, bytes_per_token)}, each for one token"
+    enough = ": enough for nobody to wait" if is_enough else ""
+    yield f"{of_slots(capacity, bytes_per_token)}, each for one token{enough}"
     longer = [total for one in trace if (total := one.prompt + one.output) > max_length]
     if longer:
         yield (
@@ -67,6 +66,13 @@ def print_tables(console: Console, results: Mapping[str, Result]) -> None:
 
 def _tables(results: Mapping[str, Result]) -> Iterator[tuple[Table, tuple[str, ...]]]:
     """Yield tables with the lines that explain their columns."""
+    if compares_users(results):
+        legend_of_users = (
+            "most: at one time, with both pieces while one is copied to a longer one",
+            "used: of the slots taken, what holds a token",
+        )
+        yield _table("slots that the users take", list(_users_columns()), results), legend_of_users
+        return
     legend_of_slots = (
         "used: holds a token; reserved: will hold one; internal: never will",
         "external: 1 - largest hole / free; effective: used / (all but free)",
@@ -83,10 +89,7 @@ def _tables(results: Mapping[str, Result]) -> Iterator[tuple[Table, tuple[str, .
 
 def print_paragraphs(console: Console, text: str) -> None:
     """Print paragraphs of plain text, no wider than reads well, without tearing figures like "1 024 s" apart."""
-    whole = re.sub(r"(?<=\d) (?=\d|%|s\b|[kMGT]?B\b)", "\N{NO-BREAK SPACE}", text)
-    width = max(20, min(console.width, _MOST_LETTERS))
-    filled = (textwrap.fill(one, width, break_long_words=False) for one in whole.split("\n\n"))
-    plain = "\n\n".join(filled).replace("\N{NO-BREAK SPACE}", " ")
+    plain = "\n\n".join(filled(one, console.width) for one in text.split("\n\n"))
     console.print()
     console.print(plain, markup=False, highlight=False, soft_wrap=True)
 
@@ -119,6 +122,15 @@ def _slots_columns() -> list[_Column]:
         ("external", lambda one: _percent(one.ext_mean, 1)),
         ("effective", lambda one: _percent(one.effective, 1)),
     ]
+
+
+def _users_columns() -> Iterator[_Column]:
+    yield "most", lambda one: grouped(one.peak_taken)
+    yield "mean", lambda one: grouped(mean_taken(one))
+    yield "used, %", lambda one: _percent(one.effective, 1)
+    yield "tokens copied", _counts("copied")
+    yield "did not fit", lambda one: grouped(one.first_fail_frag + one.first_fail_nofree)
+    yield "done", lambda one: grouped(one.done)
 
 
 def _request_columns(results: Mapping[str, Result], rejecting: bool) -> Iterator[_Column]:

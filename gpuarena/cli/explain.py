@@ -12,13 +12,18 @@ from rich.console import Console
 from gpuarena._units import parse_nbytes
 from gpuarena.cli._output import print_json, progress
 from gpuarena.cli._simulate_arguments import (
-    N_SYNTHETIC,
+    BytesPerTokenOption,
+    LimitOption,
+    MemoryOption,
+    ModelOption,
     check_capacity,
     check_lengths,
     check_memory,
     check_sources,
     requests_of,
+    result_figures,
     size_of,
+    trace_figures,
     usage,
 )
 
@@ -57,33 +62,16 @@ def explain(
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Draw requests at random, as without TRACE.")
     ] = False,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"The first N requests only. Of synthetic ones {N_SYNTHETIC} by default.",
-            show_default=False,
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="What the KV cache may use, without the weights: 2GiB, 16GB.", show_default=False),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Whose bytes a token: folder, config.json, .gguf file, or a name such as qwen2.5-1.5b.",
-            show_default=False,
-        ),
-    ] = None,
-    bytes_per_token: Annotated[
-        int | None, typer.Option(min=1, help="In place of a model.", show_default=False)
-    ] = None,
+    limit: LimitOption = None,
+    memory: MemoryOption = None,
+    model: ModelOption = None,
+    bytes_per_token: BytesPerTokenOption = None,
     capacity: Annotated[
         int | None,
         typer.Option(
             min=1,
             help=f"Tokens, in place of bytes of memory. Default: room for about {_LONG_REQUESTS} long requests.",
+            rich_help_panel="Memory",
             show_default=False,
         ),
     ] = None,
@@ -120,12 +108,14 @@ def explain(
         bytes_per_token = size_of(model, "bfloat16")["bytes_per_token"]
     if nbytes is not None:
         assert bytes_per_token is not None, "memory was given with what a token takes"
-        capacity = max(1, nbytes // bytes_per_token)
+        capacity = nbytes // bytes_per_token
     elif capacity is None:
         capacity = _room_for_long_requests(requests)
     if max_length is None:
-        longest = max(one.prompt + one.output for one in requests)
-        max_length = min(longest, _longest_possible(policy, capacity, page_size))
+        lengths = [one.prompt + one.output for one in requests]
+        max_length = min(max(lengths), _longest_possible(policy, max(1, capacity), page_size))
+        if min(lengths) > max_length:  # nobody asked for that length
+            max_length = min(lengths)
     check_lengths(requests, max_length)
     sizes: dict[str, Any] = {"max_length": max_length, "page_size": page_size, "chunk": _CHUNK}
     check_capacity([policy, "paged"], capacity, bytes_per_token, nbytes, {**sizes, "fit": "first"})
@@ -144,13 +134,9 @@ def explain(
     if as_json:
         print_json(
             {
-                "trace": {
-                    "name": requests.name,
-                    "requests": len(requests),
-                    "duration_s": requests.duration_s,
-                },
+                "trace": trace_figures(requests),
                 "bytes_per_token": bytes_per_token,
-                "results": {name: _figures(one) for name, one in results.items()},
+                "results": {name: result_figures(one) for name, one in results.items()},
                 "diagnosis": found and {**asdict(found), "text": found.text},
                 "smaller": smaller or None,
                 "explanation": explain_results(results, bytes_per_token=bytes_per_token),
@@ -204,9 +190,3 @@ def _try_smaller(requests: RequestTrace, result: Result, sizes: dict[str, Any]) 
             found |= {"first_fail_frag": tried.first_fail_frag, "free_share": tried.worst.free_share}
             break
     return found
-
-
-def _figures(result: Result) -> dict[str, Any]:
-    figures = result.to_dict()
-    del figures["samples"]
-    return figures

@@ -12,17 +12,25 @@ from gpuarena._units import parse_nbytes
 from gpuarena.cli._output import print_json, print_line, printable
 from gpuarena.cli._simulate_arguments import (
     DTYPES,
-    N_SYNTHETIC,
+    LOCAL,
     POLICIES,
+    BytesPerTokenOption,
+    LimitOption,
+    MemoryOption,
+    ModelOption,
     check_capacity,
     check_files,
     check_lengths,
+    check_local,
     check_memory,
     check_share,
     check_sources,
     policies_of,
     requests_of,
+    result_figures,
+    room_for_users,
     size_of,
+    trace_figures,
     usage,
 )
 
@@ -37,12 +45,15 @@ gpuarena simulate --synthetic --capacity 65536
 
 gpuarena simulate log.csv --memory 2GiB --model qwen2.5-1.5b --html out.html
 
+gpuarena simulate log.csv --policy local --users 4 --model qwen2.5-1.5b
+
 gpuarena simulate log.jsonl.gz --capacity 1000000 --policy paged --share --json
 """
 
 _FITS = ("first", "best")
 #: Points of a curve over time; more than a picture has room for.
 _N_SAMPLES = 400
+_CHUNK = 256  # tokens by which `grow` grows, as of `run`
 
 _MEMORY, _SERVING, _OUTPUT = "Memory", "Serving", "Output"
 
@@ -51,7 +62,8 @@ def simulate(
     trace: Annotated[
         Path | None,
         typer.Argument(
-            help="Requests: CSV of Azure's or with lengths only, or JSON lines of Mooncake's; also .gz.",
+            help="Requests: CSV with arrival_s,prompt,output or prompt,output, or of Azure's; JSON lines of "
+            "Mooncake's; also .gz.",
             show_default=False,
         ),
     ] = None,
@@ -61,14 +73,7 @@ def simulate(
             "--synthetic", help="Requests drawn at random, with the moments of Azure's conversations."
         ),
     ] = False,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"The first N requests only. Of synthetic ones {N_SYNTHETIC} by default.",
-            show_default=False,
-        ),
-    ] = None,
+    limit: LimitOption = None,
     arrivals: Annotated[
         float | None,
         typer.Option(help="Synthetic requests a second, in the mean. Default: 5.53.", show_default=False),
@@ -76,30 +81,13 @@ def simulate(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of synthetic requests. Default: 0.", show_default=False)
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="What the KV cache may use, without the weights: 2GiB, 16GB.",
-            rich_help_panel=_MEMORY,
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Whose bytes a token: folder, config.json, .gguf file, or a name such as qwen2.5-1.5b.",
-            rich_help_panel=_MEMORY,
-            show_default=False,
-        ),
-    ] = None,
+    memory: MemoryOption = None,
+    model: ModelOption = None,
     dtype: Annotated[
         str,
         typer.Option(help="Of the model's cache: bfloat16, float16 or float32.", rich_help_panel=_MEMORY),
     ] = "bfloat16",
-    bytes_per_token: Annotated[
-        int | None,
-        typer.Option(min=1, help="In place of a model.", rich_help_panel=_MEMORY, show_default=False),
-    ] = None,
+    bytes_per_token: BytesPerTokenOption = None,
     capacity: Annotated[
         int | None,
         typer.Option(
@@ -109,7 +97,7 @@ def simulate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join(POLICIES)}, linear; again for more; or all.",
+            help=f"One of {', '.join(POLICIES)}, linear; again for more; or all; or local.",
             rich_help_panel=_SERVING,
             show_default="all",
         ),
@@ -118,7 +106,7 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
-            help="Of the policy linear, each with a region of the maximal length; adds it to all.",
+            help="Of linear, each with a region of the maximal length; adds it to all. Of local 1 by default.",
             rich_help_panel=_SERVING,
             show_default=False,
         ),
@@ -143,8 +131,14 @@ def simulate(
         typer.Option(help="Which hole is taken: first or best, of exact and grow.", rich_help_panel=_SERVING),
     ] = "first",
     chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens by which grow grows.", rich_help_panel=_SERVING)
-    ] = 256,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens by which grow grows. Default: 256; 1 of local.",
+            rich_help_panel=_SERVING,
+            show_default=False,
+        ),
+    ] = None,
     reject: Annotated[
         bool,
         typer.Option(
@@ -195,9 +189,17 @@ def simulate(
     grow: one piece for what there is, copied to a longer one when full
     paged: pages for what there is
     linear: an arena with a region of --max-length for each of --users
+
+    local compares linear, grow and paged for the same --users, who each send a request when the last one is answered.
+    By default there is memory for all that they need, and grow grows by one token, as torch.cat does.
     """
     check_sources(trace, synthetic, {"--arrivals": arrivals, "--seed": seed})
-    check_memory(memory, capacity, model, bytes_per_token)
+    local = "local" in (policy or ())
+    if local:
+        check_local(policy or [], reject, share)
+        policy, users = list(LOCAL), users or 1
+    check_memory(memory, capacity, model, bytes_per_token, local=local)
+    chunk = chunk or (1 if local else _CHUNK)
     nbytes = None if memory is None else usage("--memory", parse_nbytes, memory, what="memory")
     policies = policies_of(policy or ["all"], users)
     for option, value, known in (("--fit", fit, _FITS), ("--dtype", dtype, DTYPES)):
@@ -215,6 +217,9 @@ def simulate(
     if nbytes is not None:
         assert bytes_per_token is not None, "memory was given with what a token takes"
         capacity = nbytes // bytes_per_token
+    is_enough = capacity is None
+    if capacity is None and local and users:
+        capacity = room_for_users(users, max_length, chunk, page_size)
     assert capacity is not None, "one of the two was given"
     sizes = {"max_length": max_length, "page_size": page_size, "fit": fit, "chunk": chunk}
     check_capacity(policies, capacity, bytes_per_token, nbytes, sizes)
@@ -222,7 +227,9 @@ def simulate(
     text = Console(stderr=as_json, quiet=quiet)
     from gpuarena.cli import _simulate_tables as tables
 
-    heading = list(tables.heading(requests, capacity, bytes_per_token, sized, max_length))
+    heading = list(
+        tables.heading(requests, capacity, bytes_per_token, sized, max_length, is_enough=is_enough)
+    )
     for line in heading:
         print_line(text, line)
     results = _run_all(
@@ -233,28 +240,24 @@ def simulate(
         rate=rate,
         reject=reject,
         share=share,
+        users=users if local else None,
         n_samples=_N_SAMPLES,
         **sizes,
     )
 
-    from gpuarena.simulate.words import explain_results
+    from gpuarena.simulate.words import describe_results, explain_results
 
     explanation = explain_results(results, bytes_per_token=bytes_per_token)
     if as_json:
         print_json(
             {
-                "trace": {
-                    "name": requests.name,
-                    "requests": len(requests),
-                    "duration_s": requests.duration_s,
-                    "block_size": requests.block_size,
-                },
+                "trace": trace_figures(requests),
                 "model": sized and sized["model"],
                 "dtype": sized and sized["dtype"],
                 "bytes_per_token": bytes_per_token,
                 "memory_nbytes": nbytes,
                 "capacity": capacity,
-                "results": {name: _figures(one) for name, one in results.items()},
+                "results": {name: result_figures(one) for name, one in results.items()},
                 "explanation": explanation,
             }
         )
@@ -269,7 +272,8 @@ def simulate(
     if html is not None:
         from gpuarena.simulate.page import write_page
 
-        write_page(results, html, title=heading[0], words=explanation, bytes_per_token=bytes_per_token)
+        words = describe_results(results, bytes_per_token=bytes_per_token)
+        write_page(results, html, title=heading[0], words=words, bytes_per_token=bytes_per_token)
         print_line(text, f"written to {printable(str(html), 400)}")
 
 
@@ -294,10 +298,3 @@ def _run_all(
             share = settings["share"] and policy == "paged"
             results[policy] = run(requests, policy, progress=show, **(settings | {"share": share}))
     return results
-
-
-def _figures(result: Result) -> dict[str, Any]:
-    """Return what ``--json`` shows of a policy: all but the curves over time."""
-    figures = result.to_dict()
-    del figures["samples"]
-    return figures

@@ -17,11 +17,11 @@ from gpuarena.cli._output import needs, plain_table, print_json, printable
 from gpuarena.errors import ArgumentError
 from gpuarena.kv import KVSpec
 
-__all__ = ["size"]
+__all__ = ["DTYPES", "find_size", "size"]
 
 #: Memory of common GPUs, in GB of 10**9 bytes.
 _DEVICES_GB = (8, 16, 24, 80)
-_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 #: Of a folder, so that a mistake in a path to a huge one is told at once.
 _MOST_NAMES = 5000
 #: What a kind of layer is, for people.
@@ -72,7 +72,7 @@ def size(
 ) -> None:
     """Say what the KV cache of a model takes, and what context fits, without its weights."""
     console = Console()
-    found = _find(model, context=context, batch=batch, dtype=dtype)
+    found = find_size(model, context=context, batch=batch, dtype=dtype)
     if as_json:
         print_json(found)
         return
@@ -100,10 +100,10 @@ def size(
     )
 
 
-def _find(source: str, *, context: int | None, batch: int, dtype: str) -> dict[str, Any]:
+def find_size(source: str, *, context: int | None, batch: int, dtype: str) -> dict[str, Any]:
     """Return all figures, as they are written with ``--json``."""
-    if dtype not in _DTYPES:
-        raise ArgumentError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     _check_there(source)
     with needs("transformers", "size"):
         import torch

@@ -30,7 +30,10 @@ def view(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Default: beside it, with the suffix .html.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Default: beside it, with the suffix .html; - is standard output."
+        ),
     ] = None,
     title: Annotated[str | None, typer.Option(help="Default: the name of the file.")] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open the map in the browser.")] = False,
@@ -43,13 +46,22 @@ def view(
             f"{' or '.join(_SNAPSHOTS)}"
         )
     output = source.with_suffix(".html") if output is None else output
-    if output.exists() and source.exists() and os.path.samefile(source, output):
+    to_stdout = str(output) == "-"
+    if to_stdout and (as_json or open_it):
+        raise ArgumentError(
+            f"with -o - the map goes to standard output; {'--json' if as_json else '--open'} needs it in a file"
+        )
+    if not to_stdout and output.exists() and source.exists() and os.path.samefile(source, output):
         raise ArgumentError(f"{output} is what is to be viewed; name another file with -o")
     console = console_beside(output)
     timelines = _read(source)
-    from gpuarena.observe.page import write_page
+    from gpuarena.observe import page_text, write_page
 
-    write_page(timelines, output, title=source.name if title is None else title)
+    title = source.name if title is None else title
+    if to_stdout:
+        typer.echo(page_text(timelines, title=title), nl=False)
+    else:
+        write_page(timelines, output, title=title)
     if as_json:
         print_json(
             {"source": str(source), "output": str(output), "arenas": [_summary(one) for one in timelines]}
@@ -57,7 +69,8 @@ def view(
     else:
         for one in timelines:
             print_line(console, _sentence(one))
-        print_line(console, f"written to {output}")
+        if not to_stdout:
+            print_line(console, f"written to {printable(str(output), 400)}")
     if open_it:
         import webbrowser
 

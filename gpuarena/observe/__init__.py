@@ -2,6 +2,7 @@
 
 from gpuarena.observe.memory_map import LabelUse, MemoryMap
 from gpuarena.observe.metrics import ArenaCollector
+from gpuarena.observe.page import page_text, write_page
 from gpuarena.observe.perfetto import write_perfetto
 from gpuarena.observe.profile import Counter, Counters, Profile
 from gpuarena.observe.server import AddressError, Server, serve
@@ -22,6 +23,8 @@ __all__ = [
     "dump_snapshot",
     "load_snapshot",
     "load_trace",
+    "page_text",
     "serve",
+    "write_page",
     "write_perfetto",
 ]

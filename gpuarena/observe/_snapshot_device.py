@@ -17,6 +17,7 @@ __all__ = ["Device", "WrongError", "checked_dict", "checked_int", "checked_list"
 
 #: Sizes and addresses are less.
 _LARGEST = 1 << 63
+_N_DIMENSIONS = 64
 _LIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
 
@@ -306,7 +307,11 @@ def _span(region: _Found, offset: int, capacity: int) -> RegionSpan:
     about = region.about if _is_region(region.about) else {}
     shape, dtype = about.get("shape"), about.get("dtype")
     padding = about.get("padding")
-    plain = type(shape) is list and all(type(dim) is int and 0 <= dim < _LARGEST for dim in shape)
+    plain = (
+        type(shape) is list
+        and len(shape) <= _N_DIMENSIONS  # one list can be that of many regions
+        and all(type(dim) is int and 0 <= dim < _LARGEST for dim in shape)
+    )
     known = plain and type(dtype) is str
     return RegionSpan(
         side=about.get("side", "low"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import stat
 from typing import Any, NoReturn
 
 from gpuarena.errors import ArgumentError, ArgumentTypeError
 from gpuarena.observe._snapshot_device import Device, WrongError, checked_dict, checked_int, checked_list
+from gpuarena.observe._snapshot_opcodes import refusal
 from gpuarena.observe.timeline import Timeline
 
 __all__ = ["load_snapshot"]
@@ -61,14 +64,17 @@ def load_snapshot(path: Any) -> tuple[Timeline, ...]:
     except TypeError as error:
         raise ArgumentTypeError(f"a path is a text or a Path: {error}") from None
     with open(name, "rb") as file:
-        try:
-            data = _PlainUnpickler(file).load()
-        except OSError:
-            raise
-        except Exception as error:  # a damaged pickle can make the unpickler raise anything
-            raise ArgumentError(
-                f"{name} is no snapshot: {error or type(error).__name__}", path=name
-            ) from error
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
+            raise ArgumentError(f"{name} is no snapshot: it is a device, which may never end", path=name)
+        pickled = file.read()
+    refused = refusal(pickled)
+    if refused is not None:
+        raise ArgumentError(f"{name} is no snapshot: {refused}", path=name)
+    try:
+        data = _PlainUnpickler(io.BytesIO(pickled)).load()
+    except Exception as error:  # a damaged pickle can make the unpickler raise anything
+        told = str(error) or type(error).__name__
+        raise ArgumentError(f"{name} is no snapshot: {told}", path=name) from error
     try:
         return _read(data)
     except WrongError as error:
@@ -91,8 +97,12 @@ def _read(data: Any) -> tuple[Timeline, ...]:
         devices.setdefault(index, Device(index)).add_segment(segment, number)
     for device in devices.values():
         device.check_segments()
+    seen: set[int] = set()
     for index, trace in enumerate(traces):
         events = checked_list(trace, f"device_traces[{index}]")
         if events:
+            if id(events) in seen:
+                raise WrongError(f"device_traces[{index}] has the events of another device")
+            seen.add(id(events))
             devices.setdefault(index, Device(index)).add_events(events)
     return tuple(line for index in sorted(devices) for line in devices[index].timelines())

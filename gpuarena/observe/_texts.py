@@ -1,25 +1,14 @@
-"""Texts of an arena as the viewers of others can show them."""
+"""What is said of a region in the viewers of others."""
 
 from __future__ import annotations
 
+from gpuarena._texts import printable
 from gpuarena.observe.timeline import RegionSpan
 
 __all__ = ["contents", "has_shape", "place_of", "printable"]
 
-
-def printable(text: str) -> str:
-    r"""Return `text` with its control characters, and halves of surrogate pairs, written as escapes.
-
-    A label may hold anything. A viewer that takes the text apart at line ends, or wants valid UTF-8, may not.
-
-    >>> printable("keys\n\ud800")
-    'keys\\n\\ud800'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-    )
+#: Of a line number; thousands of digits are no number in Python.
+_N_DIGITS = 18
 
 
 def place_of(site: str) -> tuple[str, int]:
@@ -29,7 +18,7 @@ def place_of(site: str) -> tuple[str, int]:
     (('/home/u/train.py', 17), ('', 0))
     """
     file, colon, line = site.rpartition(":")
-    if colon and line.isascii() and line.isdigit():
+    if colon and line.isascii() and line.isdigit() and len(line) <= _N_DIGITS:
         return printable(file), int(line)
     return printable(site), 0
 

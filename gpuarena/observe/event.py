@@ -7,11 +7,13 @@ import dataclasses
 import json
 import os
 import pathlib
+import reprlib
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from gpuarena.errors import ArgumentError, ArgumentTypeError
 
@@ -62,6 +64,9 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Event))
 _values_of = attrgetter(*FIELDS)
 _INTEGERS = ("n_regions", "top", "offset", "nbytes", "align", "time_ns", "address")
 _TEXTS = ("kind", "side", "dtype", "cause", "site", "device")
+_NEEDED = ("kind", "side", "n_regions", "top")
+#: More bits than any size or time has; a number of thousands of digits has no text in Python.
+_N_BITS = 128
 _quoted = (
     json.encoder.encode_basestring_ascii
 )  # what json.dumps makes of a text, without what it takes to get there
@@ -75,7 +80,8 @@ class _Returns:
         return text
 
 
-_csv_line = csv.writer(_Returns()).writerow
+_CSV_END = "\r\n"
+_csv_line = csv.writer(_Returns(), lineterminator=_CSV_END).writerow
 
 
 def check_path(path: Any) -> pathlib.Path:
@@ -90,6 +96,23 @@ def check_path(path: Any) -> pathlib.Path:
     return checked
 
 
+def checked_events(events: Any) -> list[Event]:
+    """Return the events of a log as a list.
+
+    Raises
+    ------
+    ArgumentTypeError
+        They are none, as a trace is none, which has them.
+    """
+    found = list(events) if isinstance(events, Iterable) else [events]
+    for event in found:
+        if not isinstance(event, Event):
+            raise ArgumentTypeError(
+                f"a log is events, as Trace.events has them or load_trace reads them, not {type(event).__name__}"
+            )
+    return found
+
+
 def header(suffix: str) -> str:
     """Return what a file begins with."""
     line: str = "" if suffix == ".jsonl" else _csv_line(FIELDS)
@@ -98,46 +121,50 @@ def header(suffix: str) -> str:
 
 def line_of(event: Event, suffix: str) -> str:
     """Return the line of an event."""
-    return line_of_values(suffix, *_values_of(event))
+    *values, time_ns, site, device, address = _values_of(event)
+    return f"{head_of(suffix, *values)}{time_ns}{tail_of(suffix, site, device, address)}"
 
 
-def line_of_values(
+def head_of(
     suffix: str,
     kind: str,
     side: str,
     n_regions: int,
     top: int,
-    offset: int = 0,
-    nbytes: int = 0,
-    shape: tuple[int, ...] = (),
-    dtype: str = "",
-    align: int = 1,
-    label: str | None = None,
-    cause: str = "",
-    time_ns: int = 0,
-    site: str = "",
-    device: str = "",
-    address: int = 0,
+    offset: int,
+    nbytes: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    align: int,
+    label: str | None,
+    cause: str,
 ) -> str:
-    """Return the line of an event that is not made yet."""
+    """Return a line up to its time: what a step that repeats itself has again."""
     said = "null" if label is None else _quoted(label)
     if suffix == ".jsonl":
-        start = f',"device":{_quoted(device)},"address":{address}' if device or address else ""
-        # Written out, because every allocation pays for it: json.dumps takes three times as long.
+        # Written out: json.dumps takes three times as long.
         return (
             f'{{"kind":{_quoted(kind)},"side":{_quoted(side)},"n_regions":{n_regions},"top":{top},'
             f'"offset":{offset},"nbytes":{nbytes},"shape":{list(shape)},"dtype":{_quoted(dtype)},'
-            f'"align":{align},"label":{said},"cause":{_quoted(cause)},"time_ns":{time_ns},'
-            f'"site":{_quoted(site)}{start}}}\n'
+            f'"align":{align},"label":{said},"cause":{_quoted(cause)},"time_ns":'
         )
-    line: str = _csv_line(
+    cells: str = _csv_line(
         (
             kind, side, n_regions, top, offset, nbytes, " ".join(map(str, shape)), _plain(dtype), align,
             said,  # tells None from a text, whatever that is
-            _plain(cause), time_ns, _plain(site), _plain(device), address,
+            _plain(cause),
         )
     )  # fmt: skip
-    return line
+    return cells.removesuffix(_CSV_END) + ","
+
+
+def tail_of(suffix: str, site: str, device: str = "", address: int = 0) -> str:
+    """Return what follows the time in a line."""
+    if suffix == ".jsonl":
+        start = f',"device":{_quoted(device)},"address":{address}' if device or address else ""
+        return f',"site":{_quoted(site)}{start}}}\n'
+    cells: str = _csv_line((_plain(site), _plain(device), address))
+    return "," + cells
 
 
 def _plain(text: str) -> str:
@@ -164,26 +191,26 @@ def load_trace(path: Any, *, partial: bool = False) -> list[Event]:
     Raises
     ------
     ArgumentError
-        The file's suffix is unknown, or a line is no event; the message names it.
+        The file's suffix is unknown, it is a device, or a line is no event; the message names it.
+    OSError
+        It cannot be read.
     """
     path = check_path(path)
     events: list[Event] = []
     is_csv = path.suffix == ".csv"
+    if stat.S_ISCHR(os.stat(path).st_mode):
+        raise ArgumentError(f"{path} is a device, which may never end, and no file")
     limit = csv.field_size_limit(sys.maxsize)  # a label can be of any length
-    cut = False
+    lines = _Lines(is_csv, partial)
     try:
-        # A text that is cut off may end within a character.
-        with open(
-            path, encoding="utf-8", errors="surrogateescape" if partial else None, newline="\n"
-        ) as file:
-            lines = _whole_lines(file, is_csv, partial)
-            for row in csv.DictReader(lines) if is_csv else map(json.loads, lines):
+        with open(path, "rb") as file:
+            found = lines.of(file)
+            for row in csv.DictReader(found) if is_csv else map(json.loads, found):
                 events.append(_parse_cells(row) if is_csv else _parse_values(row))
-    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-        cut = _is_cut(path)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         line = len(events) + (2 if is_csv else 1)
         hint = ""
-        if cut and not partial:
+        if lines.cut and not partial:
             hint = (
                 "; the file ends within a line, as when its process was killed: "
                 "load_trace(path, partial=True) leaves that line out"
@@ -201,22 +228,23 @@ def event_of(line: str, suffix: str) -> Event:
     return _parse_cells(dict(zip(FIELDS, next(csv.reader([line])), strict=True)))
 
 
-def _whole_lines(file: TextIO, is_csv: bool, partial: bool) -> Iterator[str]:
-    for line in file:
-        if not line.endswith("\n"):  # the last
-            if partial:
-                return
-            if is_csv:  # a figure that is cut off is a figure, too
-                raise ValueError("it has no end")
-        yield line
+class _Lines:
+    """The lines of a file as texts."""
 
+    def __init__(self, is_csv: bool, partial: bool) -> None:
+        self._is_csv, self._partial = is_csv, partial
+        self.cut = False  # whether the last one has no end
 
-def _is_cut(path: pathlib.Path) -> bool:
-    with open(path, "rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+    def of(self, file: BinaryIO) -> Iterator[str]:
+        """Yield them; of a partial file, without one that has no end: it may end within a character."""
+        for line in file:
+            if not line.endswith(b"\n"):  # the last
+                self.cut = True
+                if self._partial:
+                    return
+                if self._is_csv:  # a figure that is cut off is a figure, too
+                    raise ValueError("it has no end")
+            yield line.decode()
 
 
 def _parse_cells(row: dict[str, Any]) -> Event:
@@ -226,8 +254,10 @@ def _parse_cells(row: dict[str, Any]) -> Event:
     for name in _INTEGERS:
         if name in values:
             values[name] = int(values[name])
-    values["shape"] = [int(text) for text in values["shape"].split()]
-    values["label"] = json.loads(values["label"])
+    if "shape" in values:
+        values["shape"] = [int(text) for text in values["shape"].split()]
+    if "label" in values:
+        values["label"] = json.loads(values["label"])
     return _parse_values(values)
 
 
@@ -235,15 +265,21 @@ def _parse_values(row: Any) -> Event:
     if type(row) is not dict:
         raise TypeError(f"it is {type(row).__name__}, not an object")
     values: dict[str, Any] = {name: row[name] for name in FIELDS if name in row}
+    lacking = [name for name in _NEEDED if name not in values]
+    if lacking:
+        raise ValueError(f"it does not say {', '.join(lacking)}")
     for names, kind in ((_INTEGERS, int), (_TEXTS, str)):
         for name in names:
             if name in values and type(values[name]) is not kind:
-                raise TypeError(f"{name} is {values[name]!r}")
+                raise TypeError(f"{name} is {reprlib.repr(values[name])}")
     label = values.get("label")
     if label is not None and type(label) is not str:
-        raise TypeError(f"label is {label!r}")
+        raise TypeError(f"label is {reprlib.repr(label)}")
     shape = values.get("shape", ())
-    if any(type(dim) is not int for dim in shape):
-        raise TypeError(f"shape is {shape!r}")
+    if type(shape) not in (list, tuple) or any(type(dim) is not int for dim in shape):
+        raise TypeError(f"shape is {reprlib.repr(shape)}")
+    for number in (*(values[name] for name in _INTEGERS if name in values), *shape):
+        if number.bit_length() > _N_BITS:
+            raise ValueError(f"it has a number of {number.bit_length()} bits")
     values["shape"] = tuple(shape)
     return Event(**values)

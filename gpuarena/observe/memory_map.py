@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import SIDES
+from gpuarena._texts import printable, short_nbytes
 from gpuarena.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _MIN_WIDTH = 40
 #: Colours that are told apart on dark and on light windows.
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _NO_LABEL = "(no label)"
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 #: A line of the legend without its label, which has at least so many columns.
 _COLUMNS = "  A    1000 KiB  100.0 %  1000000  low+high"
@@ -124,16 +124,16 @@ class MemoryMap:
         if self.closed:
             yield [(f"arena{name} on {device} is closed", "title")]
             return
-        yield [(f"arena{name} on {device}, {_short(self.capacity)}", "title")]
+        yield [(f"arena{name} on {device}, {short_nbytes(self.capacity)}", "title")]
         taken = self.capacity - self.free
         regions = "1 region" if self.n_regions == 1 else f"{self.n_regions} regions"
         yield from _folded(
             [
-                f"{_short(taken)} taken ({_percent(taken, self.capacity)})",
-                f"{_short(self.free)} free",
+                f"{short_nbytes(taken)} taken ({_percent(taken, self.capacity)})",
+                f"{short_nbytes(self.free)} free",
                 regions,
-                f"high-water mark {_short(self.peak)}",
-                *([] if self.committed == self.capacity else [f"{_short(self.committed)} committed"]),
+                f"high-water mark {short_nbytes(self.peak)}",
+                *([] if self.committed == self.capacity else [f"{short_nbytes(self.committed)} committed"]),
             ],
             width,
         )
@@ -151,7 +151,7 @@ class MemoryMap:
         bounds = [number * self.capacity // n_cells for number in range(n_cells + 1)]
         signs = self._signs(bounds)
         for first in range(0, n_cells, n_columns):
-            line: _Line = [(f"{_short(bounds[first]):>{edge - 1}} ", "")]
+            line: _Line = [(f"{short_nbytes(bounds[first]):>{edge - 1}} ", "")]
             for sign in signs[first : first + n_columns]:
                 if line[-1][1] == sign:
                     line[-1] = (line[-1][0] + sign, sign)
@@ -160,9 +160,9 @@ class MemoryMap:
             yield line
         yield from _folded(
             [
-                f"a cell is {_short(self.capacity / n_cells)}",
-                f"low end at {_short(self.low)}",
-                f"high end at {_short(self.high)}",
+                f"a cell is {short_nbytes(self.capacity / n_cells)}",
+                f"low end at {short_nbytes(self.low)}",
+                f"high end at {short_nbytes(self.high)}",
             ],
             width,
             indent=edge,
@@ -220,7 +220,7 @@ class MemoryMap:
         for sign, text, nbytes, regions in rows:
             shown = _shown(text, n_label)
             shown += " " * (n_label - _n_columns(shown))
-            line = f"  {shown}  {_short(nbytes):>8}  {_percent(nbytes, self.capacity):>7}"
+            line = f"  {shown}  {short_nbytes(nbytes):>8}  {_percent(nbytes, self.capacity):>7}"
             yield [("  ", ""), (sign, sign), (line + (regions if wide else ""), "")]
 
 
@@ -280,10 +280,7 @@ def _shown(text: str | None, limit: int) -> str:
     n_tail = limit // 3
     if len(text) > 2 * limit:  # no need to look at all of it
         text = text[:limit] + text[-limit:]
-    letters = [
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-    ]
-    plain = "".join(letters)
+    plain = printable(text)
     if _n_columns(plain) <= limit:
         return plain
     head, tail = plain, plain[-n_tail:]
@@ -303,19 +300,6 @@ def _n_columns(text: str) -> int:
         0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
         for letter in text
     )
-
-
-def _short(nbytes: float) -> str:
-    """Return a byte count in at most eight characters."""
-    if nbytes < 1024:
-        return f"{nbytes:.3g} B" if nbytes != int(nbytes) else f"{int(nbytes)} B"
-    power = 1
-    while nbytes >= 999.5 * 1024**power and power < len(_UNITS):
-        power += 1
-    amount, unit = nbytes / 1024**power, _UNITS[power - 1]
-    if amount == int(amount):
-        return f"{int(amount)} {unit}"
-    return f"{amount:.3g} {unit}" if amount < 100 else f"{amount:.0f} {unit}"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -76,7 +76,7 @@ class ArenaCollector:
                 raise ArgumentTypeError(f"metrics are of arenas, not {type(arena).__name__}")
             if arena.name is None:
                 raise ArgumentError(f"{arena!r} has no name, by which its figures would be told apart")
-        names = [arena.name for arena in arenas]
+        names = [_encodable(arena.name or "") for arena in arenas]
         if len(set(names)) < len(names):
             raise ArgumentError(f"two arenas have the same name: {', '.join(map(repr, names))}")
         self._arenas = [weakref.ref(arena) for arena in arenas]
@@ -84,7 +84,7 @@ class ArenaCollector:
     def collect(self) -> Iterator[Any]:
         """Yield the metric families, as ``prometheus_client`` asks for them."""
         found = [arena for ref in self._arenas if (arena := ref()) is not None and not arena.closed]
-        stats = [([arena.name or "", arena.device], arena.stats) for arena in found]
+        stats = [([_encodable(arena.name or ""), arena.device], arena.stats) for arena in found]
         for fields, kind in (
             (GAUGES, self._core.GaugeMetricFamily),
             (COUNTERS, self._core.CounterMetricFamily),
@@ -98,6 +98,15 @@ class ArenaCollector:
             LABEL_BYTES, "Bytes of the live regions by label.", labels=["arena", "device", "label"]
         )
         for arena in found:
+            sums: dict[str, int] = {}  # two samples of the same labels make a scrape fail as a whole
             for label, nbytes in arena.by_label().items():
-                by_label.add_metric([arena.name or "", arena.device, label or ""], nbytes)
+                text = _encodable(label or "")
+                sums[text] = sums.get(text, 0) + nbytes
+            for text, nbytes in sums.items():
+                by_label.add_metric([_encodable(arena.name or ""), arena.device, text], nbytes)
         yield by_label
+
+
+def _encodable(text: str) -> str:
+    """Return a text that UTF-8 can encode: one that it cannot would make every scrape fail."""
+    return text.encode("utf-8", "backslashreplace").decode()

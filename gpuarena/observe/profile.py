@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gpuarena._stack import Drop, Hook, Record, Stack, Take
+from gpuarena._stack import Drop, Record, Stack, Take, Watcher
 from gpuarena.errors import CheckpointError, refuse_copy
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
+    from gpuarena.dtypes import DType
 
 
 @dataclass(slots=True)
@@ -31,7 +32,8 @@ class Counter:
         """Count something allocated."""
         self.allocated += amount
         self.current += amount
-        self.peak = max(self.peak, self.current)
+        if self.current > self.peak:
+            self.peak = self.current
 
     def remove(self, amount: int) -> None:
         """Count something freed."""
@@ -53,7 +55,7 @@ class Counters:
     """Requests refused for lack of memory."""
 
 
-class Profile(Hook):
+class Profile(Watcher):
     """What ``arena.profile(name)`` returns: counters that run while its block does.
 
     Attributes
@@ -101,7 +103,7 @@ class Profile(Hook):
             if self._arena._closed:
                 raise self._arena._closed_error("profile")
             self._state = "running"
-            self._arena._hooks.append(self)
+            self._arena._attach(self)
         return self
 
     def __exit__(
@@ -110,17 +112,24 @@ class Profile(Hook):
         """Stop counting; the figures stay."""
         with self._arena._lock:
             self._state = "ended"
-            if self in self._arena._hooks:  # not any more if the arena was closed
-                self._arena._hooks.remove(self)
+            self._arena._detach(self)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
     def _both(self, label: str | None) -> tuple[Counters, Counters]:
-        return self.total, self.by_label.setdefault(label, Counters())
+        of_label = self.by_label.get(label)
+        if of_label is None:
+            of_label = self.by_label[label] = Counters()
+        return self.total, of_label
 
     def after_take(self, take: Take) -> None:
         """Count a region."""
         self._add(take.label, take.nbytes, abs(take.new_top - take.old_top), 1)
+
+    def took(self, stack: Stack, slot: int, record: Record, shape: tuple[int, ...], dtype: DType) -> None:
+        """Count a region."""
+        before = stack.records[slot - 1].top if slot else stack.start
+        self._add(record.label, record.nbytes, record.top - before, 1)
 
     def _add(self, label: str | None, nbytes: int, padded: int, n_regions: int) -> None:
         for counters in self._both(label):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import SIDES
 from gpuarena.dtypes import as_dtype
-from gpuarena.errors import ArgumentError, DTypeError, OutOfMemoryError
-from gpuarena.observe.event import Event
+from gpuarena.errors import ArgumentError, ArgumentTypeError, DTypeError, OutOfMemoryError
+from gpuarena.observe.event import Event, checked_events
 from gpuarena.region import Region
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["replay"]
 
-_NOTHING = ("start", "held", "scope_held", "scope_open", "scope_close")
+#: Events that begin a log, and those that do nothing to the regions.
+_BEGINNING = ("start", "held", "scope_held")
+_NOTHING = ("scope_open", "scope_close")
 
 
 def replay(events: Iterable[Event], arena: Arena) -> list[Region]:
@@ -34,16 +36,30 @@ def replay(events: Iterable[Event], arena: Arena) -> list[Region]:
         A request fits no more; what was replayed before it stays.
     ArgumentError
         An end of the arena holds other regions than that of the trace at its start: unchanged. Or the trace goes
-        back further than what it knows, or holds an event of an unknown kind: what was replayed before stays.
+        back further than what it knows, contradicts itself, or holds an event of an unknown kind: what was replayed
+        before stays.
+    ArgumentTypeError
+        They are no events, or `arena` is none: unchanged.
     """
-    events = list(events)
+    from gpuarena.arena import Arena
+
+    events = checked_events(events)
+    if not isinstance(arena, Arena):
+        raise ArgumentTypeError(f"a log is replayed on an arena, not {type(arena).__name__}")
+    begins = True
+    for index, event in enumerate(events):
+        begins = begins and event.kind in _BEGINNING
+        if event.side not in SIDES:
+            raise ArgumentError(f"event {index} of the log, {event.kind!r}, is of a side {event.side!r}")
+        if event.kind in _BEGINNING and not begins:
+            raise ArgumentError(f"event {index} of the log, {event.kind!r}, begins another log")
     ends = {side: _End(side, events, arena) for side in SIDES}
     for end in ends.values():
         end.check()
     for end in ends.values():
         end.begin()
     for event in events:
-        if event.kind in _NOTHING:
+        if event.kind in _BEGINNING or event.kind in _NOTHING:
             continue
         if event.kind == "close":
             arena.close()
@@ -110,11 +126,16 @@ class _End:
         elif event.kind == "extend":
             if not live:
                 raise ArgumentError("the trace extends a region that was made before it began")
-            live[-1] = live[-1].extend(event.nbytes * live[-1].shape[0] // live[-1].nbytes)
+            last = live[-1]
+            if not last.nbytes or not last.shape:
+                raise ArgumentError(f"the trace extends {last!r}, which cannot be")
+            live[-1] = last.extend(event.nbytes * last.shape[0] // last.nbytes)
         elif event.kind == "rollback":
             n_live = event.n_regions - self.n_before
             if n_live < 0:
                 raise ArgumentError("the trace rolls back regions that were made before it began")
+            if n_live > len(live):
+                raise ArgumentError(f"the trace rolls back to {n_live} regions where there are {len(live)}")
             self.arena.rollback(self.arena._position(self.side, self.n_here + n_live))
             del live[n_live:]
         else:

@@ -160,10 +160,12 @@ def _snapshot_of(arenas: list[Any], traces: list[Any]) -> dict[str, Any]:
     for trace in traces:
         if not isinstance(trace, Trace):
             raise ArgumentTypeError(f"a trace is what arena.record() returns, not {type(trace).__name__}")
-        if not any(trace._arena is arena for arena in arenas):
-            raise ArgumentError(f"the trace is of {trace._arena!r}, which is not in the snapshot")
-        if by_arena.setdefault(id(trace._arena), trace) is not trace:
-            raise ArgumentError(f"there are two traces of {trace._arena!r}")
+        recorded = trace._ref()
+        if not any(recorded is arena for arena in arenas):
+            told = "an arena that is gone" if recorded is None else repr(recorded)
+            raise ArgumentError(f"the trace is of {told}, which is not in the snapshot")
+        if by_arena.setdefault(id(recorded), trace) is not trace:
+            raise ArgumentError(f"there are two traces of {recorded!r}")
     return _assembled([_shot_of_arena(arena, by_arena.get(id(arena))) for arena in arenas])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpuarena._stack import SIDES
 from gpuarena.errors import ArgumentError
-from gpuarena.observe.trace import Event
+from gpuarena.observe.event import Event, checked_events
 
 __all__ = ["Failure", "RegionSpan", "Rollback", "ScopeSpan", "Timeline", "timeline"]
 
@@ -102,6 +102,8 @@ class Timeline:
         return len(self.times_ns)
 
 
+#: Sizes, addresses and times are less.
+_LARGEST = 1 << 63
 #: Kinds of events that tell what there was when the log began.
 _BEGINNING = ("start", "held", "scope_held")
 
@@ -157,6 +159,8 @@ class _Reader:
         end = self.ends.get(event.side)
         if end is None or self.closed:
             raise self._wrong(event, "comes after the end" if self.closed else f"is of a side {event.side!r}")
+        if not 0 <= event.time_ns < _LARGEST:
+            raise self._wrong(event, f"happened at {event.time_ns} ns")
         if kind in ("alloc", "pin", "restore"):
             self._add(end, event)
         elif kind == "rollback":
@@ -168,6 +172,8 @@ class _Reader:
         elif kind == "scope_close":
             self._close_scope(end, event)
         elif kind == "fail":
+            if not 0 <= event.nbytes < _LARGEST:
+                raise self._wrong(event, f"asked for {event.nbytes} bytes")
             self.failures.append(Failure(self.index, event.side, event.nbytes, event.label, event.site))
         elif kind == "close":
             self.closed = True
@@ -178,11 +184,30 @@ class _Reader:
             self._open(end, event, -1)
         else:
             raise self._wrong(
-                event, "does not belong there" if kind in _BEGINNING else "is of an unknown kind"
+                event,
+                "does not belong there; two logs in one file are no log"
+                if kind in _BEGINNING
+                else "is of an unknown kind",
             )
 
     def begin(self) -> None:
         """Note what was taken when the log began."""
+        low, high = (end.start for end in self.ends.values())
+        for start in (low, high):
+            if not (
+                start.nbytes in (0, self.capacity)  # of an old log 0
+                and 0 <= low.offset <= low.top <= high.top <= (high.offset or self.capacity) <= self.capacity
+                and self.capacity < _LARGEST
+                and start.n_regions >= 0
+                and start.align > 0
+                and 0 <= start.time_ns < _LARGEST
+                and 0 <= start.address < _LARGEST
+            ):
+                raise ArgumentError(
+                    f"the log begins with a {start.side} end that cannot be: {start.n_regions} regions up to byte "
+                    f"{start.top}, from byte {start.offset}, of {start.nbytes}; address {start.address}, alignment "
+                    f"{start.align}, time {start.time_ns} ns"
+                )
         for end in self.ends.values():
             if end.live and end.n_unknown:
                 raise ArgumentError(
@@ -222,6 +247,8 @@ class _Reader:
         self.regions.append(None)
         if self.ends["low"].top > self.ends["high"].top:
             raise self._wrong(event, "reaches into the other end")
+        if not 0 <= event.offset <= event.offset + event.nbytes <= self.capacity:
+            raise self._wrong(event, f"lies outside of the arena, bytes 0 to {self.capacity}")
         if start >= 0:
             self._note_peak()
 
@@ -267,6 +294,9 @@ class _Reader:
             self._end_region(end, span, self.index)
         del end.live[max(n_live, 0) :]
         if n_live < 0 or (n_live == 0 and end.guessed):
+            lowest, highest = (0, old_top) if end.sign > 0 else (old_top, self.capacity)
+            if not lowest <= event.top <= highest:
+                raise self._wrong(event, f"brings the pointer from byte {old_top} to byte {event.top}")
             end.n_unknown, end.bottom = event.n_regions, event.top
         elif end.top != event.top:
             raise self._wrong(event, f"leaves the pointer at byte {event.top}, where no region ends")
@@ -282,6 +312,8 @@ class _Reader:
     # -- scopes -------------------------------------------------------------------------------------------------
 
     def _open(self, end: _End, event: Event, start: int) -> None:
+        if not 0 <= event.offset <= self.capacity:
+            raise self._wrong(event, f"began at byte {event.offset} of {self.capacity}")
         end.scopes.append(_Span(len(self.scopes), event, start, 0, (), event.site))
         self.scopes.append(None)
 
@@ -328,9 +360,11 @@ def timeline(events: Iterable[Event]) -> Timeline:
     ------
     ArgumentError
         The events are no log: none, or ends that contradict each other.
+    ArgumentTypeError
+        They are no events; of a `Trace`, its ``events`` are.
     """
-    log = list(events)
-    starts = [event for event in log[:2] if isinstance(event, Event) and event.kind == "start"]
+    log = checked_events(events)
+    starts = [event for event in log[:2] if event.kind == "start"]
     if tuple(start.side for start in starts) != SIDES:
         raise ArgumentError(
             "a log begins with the start of its low and of its high end, and these events do not"

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import sys
+import threading
 import time
+import weakref
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gpuarena._files import replacing
-from gpuarena._stack import Drop, Hook, Record, Stack, Take, line_number
+from gpuarena._stack import Drop, Record, Stack, Take, Watcher, line_number
 from gpuarena._state import PACKAGE
 from gpuarena.errors import CheckpointError, refuse_copy
-from gpuarena.observe.event import Event, check_path, event_of, header, line_of, line_of_values, load_trace
+from gpuarena.observe.event import (
+    Event,
+    check_path,
+    event_of,
+    head_of,
+    header,
+    line_of,
+    load_trace,
+    tail_of,
+)
 from gpuarena.observe.replay import replay
 
 if TYPE_CHECKING:
     from gpuarena.arena import Arena
     from gpuarena.checkpoint import Scope
+    from gpuarena.dtypes import DType
     from gpuarena.region import Region
 
 __all__ = ["Event", "Trace", "load_trace", "replay"]
 
 #: How long a line may wait to be written.
 _FLUSH_NS = 100_000_000
+#: Bytes that may wait.
+_BUFFER = 1 << 16
+#: Events whose line up to the time is remembered, because a step that repeats itself has it again.
+_N_HEADS = 1024
 
 
-class Trace(Hook):
+class Trace(Watcher):
     """What ``arena.record()`` returns: the events of its block, in memory or in a file.
 
     Recording changes no offset. What it costs is measured by ``gpuarena bench alloc``.
 
     A file is written as events happen, a failure at once and others within a tenth of a second as long as events
     follow. When the process is killed it holds what was written until then; see `load_trace` for its last line.
+    A forked child writes nothing to it: there the recording has ended.
+
+    The arena is kept alive until the recording ends, and its arrays never.
 
     Attributes
     ----------
@@ -41,7 +62,9 @@ class Trace(Hook):
     """
 
     def __init__(self, arena: Arena, path: Any, sites: bool) -> None:
-        self._arena = arena
+        self._held: Arena | None = arena  # until the end
+        self._ref = weakref.ref(arena)
+        self._lock = threading.Lock()  # when the arena is gone
         self._state = "new"
         self._file: BinaryIO | None = None
         self._error: OSError | None = None  # of a file that could not be written
@@ -51,33 +74,46 @@ class Trace(Hook):
         self._events: list[Event] = []
         self._raw: list[tuple[Any, ...]] = []  # events that nobody has looked at: made when somebody does
         self._began = self._flushed = 0
-        self._places: dict[tuple[int, int], tuple[CodeType, str]] = {}  # the file and line of an instruction
+        self._alignment = arena.alignment
+        self._places: dict[tuple[int, int], tuple[str, str, CodeType]] = {}
+        self._no_site = tail_of(self._suffix, "")
+        self._head_of = functools.lru_cache(_N_HEADS)(functools.partial(head_of, self._suffix))
         self._open: dict[str, list[Scope]] = {"low": [], "high": []}
         self._growing: Take | None = None
+        # Regions that the log has told of, as `Stack.records`; an interrupt can come between the two.
+        self._known: dict[str, list[Record]] = {"low": [], "high": []}
+
+    @property
+    def _arena(self) -> Arena:
+        arena = self._ref()
+        assert arena is not None, "an arena is there as long as it is recorded"
+        return arena
 
     @property
     def events(self) -> list[Event]:
         """The events so far; empty if they go to a file."""
-        with self._arena._lock:
+        arena = self._ref()
+        with self._lock if arena is None else arena._lock:
             raw, self._raw = self._raw, []
             self._events += [Event(*self._finish(*values)) for values in raw]
             return self._events
 
     def __enter__(self) -> Trace:
         """Begin to record; a trace can be entered once. The file is created, or overwritten."""
-        with self._arena._lock:
-            if self._state != "new":
-                raise CheckpointError("a trace records once; make another with arena.record()")
-            if self._arena._closed:
-                raise self._arena._closed_error("record")
+        arena = self._held
+        if arena is None or self._state != "new":
+            raise CheckpointError("a trace records once; make another with arena.record()")
+        with arena._lock:
+            if arena._closed:
+                raise arena._closed_error("record")
             if self.path is not None:
-                self._file = open(self.path, "wb")
+                self._file = open(self.path, "wb", buffering=_BUFFER)
                 self._write(header(self._suffix))
             self._state = "running"
-            self._arena._hooks.append(self)
             self._began = time.perf_counter_ns()
             self._note_beginning()
             self._flush()
+            arena._attach(self)
         return self
 
     def __exit__(
@@ -90,10 +126,15 @@ class Trace(Hook):
         OSError
             The file could not be written, now or since; the arena went on without it.
         """
-        with self._arena._lock:
+        arena = self._held
+        if arena is None:
+            return
+        with arena._lock:
             self._state = "ended"
-            if self in self._arena._hooks:
-                self._arena._hooks.remove(self)
+            arena._detach(self)
+            self._held = self._growing = None
+            self._open = {"low": [], "high": []}
+            self._known = {"low": [], "high": []}
             if self._file is not None:
                 file, self._file = self._file, None
                 try:
@@ -108,29 +149,54 @@ class Trace(Hook):
         path = check_path(path)
         with replacing(path) as file:
             file.write(header(path.suffix))
-            for event in self.events:
+            for event in self._all_events():
                 file.write(line_of(event, path.suffix))
 
     def replay(self, arena: Arena) -> list[Region]:
         """Make the same calls on another arena; see `gpuarena.observe.replay.replay`."""
-        return replay(self.events, arena)
+        return replay(self._all_events(), arena)
+
+    def _all_events(self) -> list[Event]:
+        """Return the events so far, wherever they went."""
+        if self.path is None:
+            return self.events
+        arena = self._ref()
+        with self._lock if arena is None else arena._lock:
+            if self._file is not None:
+                self._flush()
+        return load_trace(self.path)
 
     # -- where it goes ------------------------------------------------------------------------------------------
 
     def _note(self, *values: Any) -> None:
         """Log an event, of which the fields up to the cause are given."""
+        self._log(values, 4)
+
+    def _log(self, values: tuple[Any, ...], n_ours: int) -> None:
+        """Log an event; that many frames, this one included, are always of this package."""
         now = time.perf_counter_ns() - self._began
         code, instruction = None, 0
         if self._sites:
-            frame = sys._getframe(3)  # those before are always of this package
-            while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
+            try:
+                frame = sys._getframe(n_ours)  # frames are slow to make: those before are not
+            except ValueError:  # the package was called by something that is no Python code
+                frame = sys._getframe(n_ours - 1)
+            code = frame.f_code
+            while code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
                 frame = frame.f_back
-            code, instruction = frame.f_code, frame.f_lasti
-        raw = values, now, code, instruction
+                code = frame.f_code
+            instruction = frame.f_lasti
         if self.path is None:
-            self._raw.append(raw)
+            self._raw.append((values, now, code, instruction))
         elif self._file is not None:
-            self._write(line_of_values(self._suffix, *self._finish(*raw)))
+            if values[10]:
+                values = self._with_cause(values)
+            tail = self._no_site if code is None else self._place_of(code, instruction)[1]
+            try:
+                head = self._head_of(*values)
+            except TypeError:  # the label is of a class of its own, and not hashable
+                head = head_of(self._suffix, *values)
+            self._write(f"{head}{now}{tail}")
             if now - self._flushed > _FLUSH_NS:
                 self._flush()
 
@@ -145,19 +211,21 @@ class Trace(Hook):
         self, values: tuple[Any, ...], now: int, code: CodeType | None, instruction: int
     ) -> tuple[Any, ...]:
         """Return the fields with cause and site as texts, which are made where they are needed only."""
-        site = "" if code is None else self._place_of(code, instruction)
-        cause = values[10]
-        if cause:
-            cause = f"{cause.text} at {self._place_of(cause.code, cause.instruction)}"
-            return (*values[:10], cause, now, site)
-        return (*values, now, site)
+        site = "" if code is None else self._place_of(code, instruction)[0]
+        return (*(self._with_cause(values) if values[10] else values), now, site)
 
-    def _place_of(self, code: CodeType, instruction: int) -> str:
+    def _with_cause(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        cause = values[10]
+        return (*values[:10], f"{cause.text} at {self._place_of(cause.code, cause.instruction)[0]}")
+
+    def _place_of(self, code: CodeType, instruction: int) -> tuple[str, str, CodeType]:
+        """Return file and line of an instruction, and the end of a line that says it."""
         key = id(code), instruction
         known = self._places.get(key)
         if known is None:  # kept with the code, so that no other gets its id
-            known = self._places[key] = code, f"{code.co_filename}:{line_number(code, instruction)}"
-        return known[1]
+            site = f"{code.co_filename}:{line_number(code, instruction)}"
+            known = self._places[key] = site, tail_of(self._suffix, site), code
+        return known
 
     def _write(self, line: str) -> None:
         if self._file is not None and self._error is None:
@@ -174,7 +242,38 @@ class Trace(Hook):
             except OSError as error:
                 self._error = error
 
+    def forked(self) -> None:
+        """Leave the file to the parent: what waits here to be written, waits there too."""
+        file, self._file = self._file, None
+        if file is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, file.fileno())
+            os.close(nowhere)
+            file.close()
+
     # -- what happens -------------------------------------------------------------------------------------------
+
+    def _catch_up(self, stack: Stack, n_regions: int) -> None:
+        """Log what an interrupt has kept from the log, so that what comes now follows from it.
+
+        `n_regions` is how many there were before.
+        """
+        known, records, same = self._known[stack.side], stack.records, 0
+        while same < min(len(known), n_regions) and known[same] == records[same]:
+            same += 1
+        # A rollback also where nothing is too much: the interrupt may have come right after an event was logged.
+        top = records[same - 1].top if same else stack.start
+        self._note("rollback", stack.side, same, top, 0, 0, (), "", 1, None, "")
+        del known[same:]
+        for slot in range(same, n_regions):
+            self._note_record("restore", stack, slot)
+
+    def _note_record(self, kind: str, stack: Stack, slot: int) -> None:
+        """Log a region of which no more than its bytes are known."""
+        record = stack.records[slot]
+        offset, nbytes, label, top = record
+        self._note(kind, stack.side, slot + 1, top, offset, nbytes, (nbytes,), "uint8", 1, label, "")
+        self._known[stack.side].append(record)
 
     def _note_beginning(self) -> None:
         arena = self._arena
@@ -195,6 +294,7 @@ class Trace(Hook):
                         label=label, site=site,
                     )
                 )  # fmt: skip
+            self._known[stack.side] = stack.records.copy()
         for scope in arena._scopes:
             if self._is_valid(scope):
                 self._open[scope.side].append(scope)
@@ -206,10 +306,28 @@ class Trace(Hook):
 
     def after_take(self, take: Take) -> None:
         """Log a region."""
+        stack, slot = take.stack, take.slot
+        known, records = self._known[stack.side], stack.records
+        if len(known) != slot or (slot and known[-1] != records[slot - 1]):
+            self._catch_up(stack, slot)
         self._note(
-            take.kind, take.stack.side, take.slot + 1, take.new_top, take.offset, take.nbytes, take.shape,
-            take.dtype.name, take.align, take.label, "",
+            take.kind, stack.side, slot + 1, take.new_top, take.offset, take.nbytes, take.shape, take.dtype.name,
+            take.align, take.label, "",
         )  # fmt: skip
+        known.append(records[slot])
+
+    def took(self, stack: Stack, slot: int, record: Record, shape: tuple[int, ...], dtype: DType) -> None:
+        """Log a region."""
+        known = self._known["low"]
+        if len(known) != slot or (slot and known[-1] is not stack.records[slot - 1]):
+            self._catch_up(stack, slot)
+        offset, nbytes, label, top = record
+        align, least = self._alignment, dtype.alignment
+        if align < least:
+            align = least
+        # Five of this package: `_log`, this, `_take_watched`, `_allocate`, and `alloc` or `empty`.
+        self._log(("alloc", "low", slot + 1, top, offset, nbytes, shape, dtype.name, align, label, ""), 5)
+        known.append(record)
 
     def before_take(self, take: Take) -> None:
         """Note what a region grows to, which `extended` is not told."""
@@ -219,24 +337,34 @@ class Trace(Hook):
     def extended(self, stack: Stack, slot: int, old: Record) -> None:
         """Log a region that grew."""
         new, take, self._growing = stack.records[slot], self._growing, None
+        known = self._known[stack.side]
+        if len(known) != slot + 1 or known[slot] != old:
+            self._catch_up(stack, slot + 1)
+            return
         shape, dtype = ((), "") if take is None else (take.shape, take.dtype.name)
         self._note(
             "extend", stack.side, slot + 1, stack.top, new.offset, new.nbytes, shape, dtype, 1, new.label, ""
         )
+        known[slot] = new
 
     def after_drop(self, drop: Drop) -> None:
         """Log a rollback, and the scopes that die of it."""
         side, n_live = drop.stack.side, drop.n_live
-        self._note("rollback", side, n_live, drop.new_top, 0, 0, (), "", 1, None, drop.cause)
+        known, records = self._known[side], drop.stack.records
+        if len(known) < n_live or (n_live and known[n_live - 1] != records[n_live - 1]):
+            self._catch_up(drop.stack, n_live)
+        self._log(("rollback", side, n_live, drop.new_top, 0, 0, (), "", 1, None, drop.cause), 4)
+        del known[n_live:]
         scopes = self._open[side]
         while scopes and (checkpoint := scopes[-1]._checkpoint) is not None and checkpoint._n_live > n_live:
             self._note_scope("scope_close", scopes.pop())
 
     def restored(self, stack: Stack, n_live: int, known: Any) -> None:
         """Log regions that are back, as one event each, and the scopes that live again with them."""
+        if self._known[stack.side] != stack.records[:n_live]:
+            self._catch_up(stack, n_live)
         for slot in range(n_live, len(stack.records)):
-            offset, nbytes, label, top = stack.records[slot]
-            self._note("restore", stack.side, slot + 1, top, offset, nbytes, (nbytes,), "uint8", 1, label, "")
+            self._note_record("restore", stack, slot)
         scopes = self._open[stack.side]
         for scope in self._arena._scopes:
             if scope.side == stack.side and scope not in scopes and self._is_valid(scope):
@@ -259,7 +387,7 @@ class Trace(Hook):
         scopes = self._open[scope.side]
         if scope in scopes:
             scopes.remove(scope)
-            self._note_scope("scope_close", scope)
+            self._note_scope("scope_close", scope, 6)  # in between are `_exit`, `_leave` and `__exit__`
 
     def was_reset(self) -> None:
         """Log the end of all scopes."""
@@ -273,14 +401,14 @@ class Trace(Hook):
         self._note("close", "low", 0, 0, 0, 0, (), "", 1, None, "")
         self._flush()
 
-    def _note_scope(self, kind: str, scope: Scope) -> None:
+    def _note_scope(self, kind: str, scope: Scope, n_ours: int = 4) -> None:
         stack = self._stack_of(scope)
         at = 0 if scope._checkpoint is None else scope._checkpoint.top
         n_regions = len(stack.serials)
-        self._note(kind, scope.side, n_regions, stack.top, at, 0, (), "", 1, scope.label, "")
+        self._log((kind, scope.side, n_regions, stack.top, at, 0, (), "", 1, scope.label, ""), n_ours)
 
     def _stack_of(self, scope: Scope) -> Stack:
-        return self._arena._low if scope.side == "low" else self._arena._high
+        return scope._arena._low if scope.side == "low" else scope._arena._high
 
     def _is_valid(self, scope: Scope) -> bool:
         checkpoint, serials = scope._checkpoint, self._stack_of(scope).serials

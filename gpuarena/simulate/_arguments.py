@@ -12,7 +12,9 @@ from gpuarena.simulate._job import Job
 from gpuarena.simulate.policies import POLICIES, Settings
 from gpuarena.simulate.trace import RequestTrace
 
-__all__ = ["Linear", "as_jobs", "as_policy", "as_settings", "as_trace", "linear"]
+__all__ = ["Linear", "as_jobs", "as_policy", "as_settings", "as_trace", "bounded", "linear"]
+
+_MOST = 2**63 - 1  # slots and steps; their products are far from the largest float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,22 @@ def as_policy(policy: Any) -> tuple[str, int | None]:
         raise ArgumentTypeError(f"policy must be a text or linear(users), not {type(policy).__name__}")
     if policy in POLICIES and policy != "linear":
         return policy, None
-    users = re.fullmatch(r"linear\((?:users=)?(-?\d+)\)", policy)
+    users = re.fullmatch(r"linear\((?:users=)?(-?[0-9]{1,18})\)", policy)  # int() refuses thousands of digits
     if users is not None:
         return "linear", Linear(int(users[1])).users
     if policy == "linear":
         raise ArgumentError("the policy linear needs a number of users; write 'linear(4)' or linear(users=4)")
     known = ", ".join(name for name in POLICIES if name != "linear")
-    raise ArgumentError(f"there is no policy {policy!r}; there are {known} and linear(N), for N users")
+    shown = policy if len(policy) <= 60 else f"{policy[:57]}..."
+    raise ArgumentError(f"there is no policy {shown!r}; there are {known} and linear(N), for N users")
+
+
+def bounded(value: Any, what: str) -> int:
+    """Return a positive integer of at most 63 bits, so that all shares and times are floats."""
+    number = positive(value, what)
+    if number > _MOST:
+        raise ArgumentError(f"{what} must be at most 2**63 - 1, not an integer of {number.bit_length()} bits")
+    return number
 
 
 def as_trace(trace: Any) -> RequestTrace:
@@ -101,11 +112,11 @@ def as_settings(
     if fit not in ("first", "best"):
         raise ArgumentError(f"fit must be 'first' or 'best', not {fit!r}")
     settings = Settings(
-        capacity=positive(capacity, "capacity"),
-        max_length=positive(max_length, "max_length"),
-        page_size=positive(page_size, "page_size"),
+        capacity=bounded(capacity, "capacity"),
+        max_length=bounded(max_length, "max_length"),
+        page_size=bounded(page_size, "page_size"),
         fit=fit,  # type: ignore[arg-type]  # one of the two
-        chunk=positive(chunk, "chunk"),
+        chunk=bounded(chunk, "chunk"),
         block_size=block_size,
         users=users,
     )
@@ -145,6 +156,7 @@ def as_jobs(trace: RequestTrace, *, rate: int, max_length: int) -> list[Job]:
     if not trace:
         raise ArgumentError("the trace is empty: there is nothing to simulate")
     first = trace[0].arrival_us
+    bounded(trace[-1].arrival_us - first + 1, "the time between first and last request, in microseconds,")
     jobs = [
         Job(request, (request.arrival_us - first) * rate // 1_000_000)
         for request in trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from gpuarena.simulate._format import class_label, count, grouped, percent, seconds
+from gpuarena.simulate._format import class_bounds, class_label, count, grouped, percent, seconds
 from gpuarena.simulate.result import Moment, Result, Sample
 
 __all__ = ["PARTS", "classes_table", "figures_table", "share_bars", "slot_map", "time_area"]
@@ -25,7 +25,7 @@ def figures_table(results: Mapping[str, Result], bytes_per_token: int | None) ->
         "slots": [grouped(one.capacity) for one in results.values()],
         "GB": [f"{one.capacity * scale:.2f}" if scale else "" for one in results.values()],
         "requests": [grouped(one.requests) for one in results.values()],
-        "finished": [grouped(one.done) for one in results.values()],
+        "done": [grouped(one.done) for one in results.values()],
         "% of them": [percent(one.done, one.requests) for one in results.values()],
         "running, mean": [f"{one.mean_running:.1f}" for one in results.values()],
         "too few free": [_some(one.first_fail_nofree) for one in results.values()],
@@ -34,14 +34,14 @@ def figures_table(results: Mapping[str, Result], bytes_per_token: int | None) ->
         "never started": [_some(one.unadmitted) for one in results.values()],
         "median wait": [seconds(one.wait_p50_s) for one in results.values()],
         "1 in 100 waits": [seconds(one.wait_p99_s) for one in results.values()],
-        "put back": [_some(one.preempt) for one in results.values()],
+        "preempted": [_some(one.preempt) for one in results.values()],
         "tokens copied": [_some(one.copied) for one in results.values()],
     }
     shown = {head: cells for head, cells in columns.items() if head == "policy" or any(map(str.strip, cells))}
     rows = [[cell or "0" for cell in row] for row in zip(*shown.values(), strict=True)]
     caption = (
         "A slot is for one token. Too few free, no hole: why requests did not fit at their first attempt. "
-        "Put back: running requests that gave up their slots. Waits are of those that started."
+        "Preempted: how often running requests gave up their slots. Waits are of those that started."
     )
     return _table(list(shown), rows, caption)
 
@@ -53,10 +53,7 @@ def _some(number: int) -> str:
 
 def classes_table(results: Mapping[str, Result]) -> str:
     """Return the share of the requests of each length that failed, a row a policy."""
-    bounds = sorted(
-        {(each.least, each.limit) for one in results.values() for each in one.classes if each.n_requests},
-        key=lambda bound: (bound[0], bound[1] is None, bound[1] or 0),
-    )
+    bounds = class_bounds(results.values())
     if not bounds:
         return "<p>There is no figure by length.</p>"
     rows = []

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from gpuarena.simulate.result import Result
 
 __all__ = [
+    "MOST_LETTERS",
+    "class_bounds",
     "class_label",
     "count",
+    "filled",
     "grouped",
     "keep_together",
     "listed",
+    "of_bytes",
     "of_slots",
     "percent",
     "seconds",
     "tokens",
 ]
+
+#: Of a line of prose; more, and fewer, is hard to read.
+MOST_LETTERS, _LEAST_LETTERS = 100, 20
 
 
 def grouped(number: int) -> str:
@@ -69,7 +79,24 @@ def tokens(number: int) -> str:
     >>> tokens(1), tokens(999_999), tokens(12_840_000)
     ('1 token', '999 999 tokens', '12.84 million tokens')
     """
-    return f"{number / 1e6:.2f} million tokens" if number >= 1_000_000 else count(number, "token")
+    return (
+        f"{number / 1e6:,.2f} million tokens".replace(",", " ")
+        if number >= 1_000_000
+        else count(number, "token")
+    )
+
+
+def of_bytes(nbytes: int) -> str:
+    """Return bytes in decimal units.
+
+    >>> of_bytes(939_524_096), of_bytes(12)
+    ('939.5 MB', '12 bytes')
+    """
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            digits = 1 if nbytes >= 100 * scale else 2
+            return f"{nbytes / scale:.{digits}f} {unit}"
+    return count(nbytes, "byte")
 
 
 def of_slots(n_slots: int, bytes_per_token: int | None) -> str:
@@ -79,14 +106,7 @@ def of_slots(n_slots: int, bytes_per_token: int | None) -> str:
     ('32 768 slots (939.5 MB)', '1 slot')
     """
     text = count(n_slots, "slot")
-    if bytes_per_token is None:
-        return text
-    nbytes = n_slots * bytes_per_token
-    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            digits = 1 if nbytes >= 100 * scale else 2
-            return f"{text} ({nbytes / scale:.{digits}f} {unit})"
-    return f"{text} ({count(nbytes, 'byte')})"
+    return text if bytes_per_token is None else f"{text} ({of_bytes(n_slots * bytes_per_token)})"
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -98,6 +118,12 @@ def listed(parts: Sequence[str]) -> str:
     if len(parts) < 2:
         return "".join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def class_bounds(results: Iterable[Result]) -> list[tuple[int, int | None]]:
+    """Return the least lengths and limits of the classes that have a request in any of the results, in order."""
+    bounds = {(each.least, each.limit) for one in results for each in one.classes if each.n_requests}
+    return sorted(bounds, key=lambda bound: (bound[0], bound[1] is None, bound[1] or 0))
 
 
 def class_label(least: int, limit: int | None) -> str:
@@ -118,3 +144,15 @@ def keep_together(text: str) -> str:
     ['12\xa0736', 'of', '38.3\xa0%']
     """
     return re.sub(r"(?<=\d) (?=\d{3}\b|%|s\b|[kMGT]?B\b)", "\u00a0", text)
+
+
+def filled(text: str, width: int) -> str:
+    """Return a paragraph in lines that read well, of at most `width` letters, and its figures not torn apart.
+
+    >>> print(filled("A request needs 12 736 slots.", 20))
+    A request needs
+    12 736 slots.
+    """
+    width = max(_LEAST_LETTERS, min(width, MOST_LETTERS))
+    whole = textwrap.fill(keep_together(text), width, break_long_words=False, break_on_hyphens=False)
+    return whole.replace("\N{NO-BREAK SPACE}", " ")

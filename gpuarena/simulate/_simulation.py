@@ -95,12 +95,21 @@ class Simulation:
         """Return the next step in which anything happens."""
         if self._queue and self._may_fit:
             return self.step + 1
+        if self._has_idle_user:  # who was turned away
+            return self.step + 1
         steps = [] if self._last_step is None else [self._last_step + 1]
         if self._events:
             steps.append(self._events[0][0])
         if self._users is None and self._n_arrived < len(self.jobs):
             steps.append(self.jobs[self._n_arrived].arrival)
         return min(steps)
+
+    @property
+    def _has_idle_user(self) -> bool:
+        """Whether a user waits for no answer and has more to send."""
+        if self._users is None or self._n_arrived == len(self.jobs):
+            return False
+        return len(self._running) + len(self._queue) < self._users
 
     def _retire(self) -> None:
         """Let requests go that have all their tokens, in the order in which they were admitted."""
@@ -118,7 +127,7 @@ class Simulation:
         while self._n_arrived < len(jobs):
             job = jobs[self._n_arrived]
             if self._users is not None:
-                if len(self._running) + len(queue) == self._users:
+                if not self._has_idle_user:
                     break
                 job.arrival = self.step
             elif job.arrival > self.step:
@@ -198,8 +207,10 @@ class Simulation:
         while events and events[0][0] == self.step:
             _, _, admission, job = heappop(events)
             while job.order == admission:
+                held = job.held
                 if memory.grow(job):
                     if memory.copies:
+                        tally.peak_taken = max(tally.peak_taken, memory.capacity - memory.free + held)
                         tally.copied += job.tokens_at(self.step)
                         self._may_fit = True
                     self._expect_growth(job)
@@ -216,6 +227,7 @@ class Simulation:
         used = self._n_tokens + n_running - memory.n_shared
         reserved = 0 if memory.grows else self._n_left - n_running
         taken = memory.capacity - free
+        tally.peak_taken = max(tally.peak_taken, taken)
         while self.samples.next_step < self.step + n_steps:
             at = int(self.samples.next_step)
             more = n_running * (at - self.step)

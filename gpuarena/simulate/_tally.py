@@ -35,6 +35,7 @@ class Tally:
     rejected: int = 0
     hit_tokens: int = 0
     n_failed_at_40: int = 0
+    peak_taken: int = 0
     worst: Moment | None = None
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
+import itertools
 import json
 import os
+import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,13 +25,12 @@ Row = tuple[int, int, int, tuple[int, ...]]
 _KNOWN = (
     "known are CSV with the columns TIMESTAMP,ContextTokens,GeneratedTokens (Azure), JSON lines with timestamp, "
     "input_length, output_length, hash_ids (Mooncake), and CSV with the columns num_prefill_tokens,num_decode_tokens "
-    "or prompt,output; each also as gzip"
+    "or prompt,output, with times also arrival_s,prompt,output (seconds); each also as gzip"
 )
 _MOONCAKE_BLOCK = 512  # tokens, as its publication says; the files do not
 _MOST_DIGITS = 15  # in microseconds and tokens; sums stay within 64 bits
-_CHUNK_NBYTES = (
-    1 << 20
-)  # read from a gzip file at a time, so that a damaged one gives what is in front of the damage
+_GZIP = b"\x1f\x8b"
+_LONGEST_LINE = 16 << 20  # bytes; a file of zeros, or a small gzip file of many, does not fill the memory
 
 
 class RequestTraceError(ArgumentError):
@@ -54,67 +56,82 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[list[Row], str, int | None
     if not isinstance(where, str):
         raise ArgumentTypeError("the path of a trace must be a text, not bytes")
     file = _File(where)
-    lines = file.lines()
-    first, header = next(lines, (0, ""))
-    if not first:
-        raise RequestTraceError(f"{where} is empty; {_KNOWN}", path=where, line=None)
-    if header.lstrip().startswith("{"):
-        rows, block_size = _json_rows(file, first, header, lines)
-    else:
-        rows, block_size = _csv_rows(file, first, header, lines), None
+    with contextlib.closing(file.lines()) as lines:
+        first, header = next(lines, (0, ""))
+        if not first:
+            raise RequestTraceError(f"{where} is empty; {_KNOWN}", path=where, line=None)
+        if header.lstrip().startswith("{"):
+            rows, block_size = _json_rows(file, first, header, lines)
+        else:
+            rows, block_size = _csv_rows(file, first, header, lines), None
     return rows, os.path.basename(where), block_size
 
 
 class _File:
-    """The text of a file, and errors that name it."""
+    """The lines of a file, one at a time, and errors that name it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        data = self._bytes()
-        try:
-            self.text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
-            self.fail(line, f"byte 0x{data[error.start]:02x} is not UTF-8 text; {_KNOWN}")
 
     def fail(self, line: int | None, what: str, cause: BaseException | None = None) -> NoReturn:
         place = self.path if line is None else f"{self.path}, line {line}"
         raise RequestTraceError(f"{place}: {what}", path=self.path, line=line) from cause
 
-    def lines(self) -> Iterator[tuple[int, str]]:
+    def lines(self) -> Generator[tuple[int, str]]:
         """Yield number and text of the lines that hold something."""
-        for number, line in enumerate(self.text.split("\n"), start=1):
+        for number, data in enumerate(self._byte_lines(), start=1):
+            try:
+                line = data.decode()
+            except UnicodeDecodeError as error:
+                self.fail(number, f"byte 0x{data[error.start]:02x} is not UTF-8 text; {_KNOWN}")
+            if number == 1:
+                line = line.removeprefix("\ufeff")
             if line and not line.isspace():
                 yield number, line
 
-    def _bytes(self) -> bytes:
-        kind, data = "", b""
-        try:
-            mode = os.stat(self.path).st_mode
-            if stat.S_ISDIR(mode):
-                kind = "folder"
-            elif not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-                kind = "device"  # which might never end
-            else:
-                with open(self.path, "rb") as file:
-                    data = file.read()
-        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-            reason = getattr(error, "strerror", None) or str(error)
-            self.fail(None, f"cannot be read: {reason[:1].lower() + reason[1:]}", error)
-        if kind:
-            self.fail(None, f"is a {kind}, not a file of requests")
-        return self._unzipped(data) if data.startswith(b"\x1f\x8b") else data
+    def _byte_lines(self) -> Iterator[bytes]:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(self._opened())
+            stream: io.BufferedReader | gzip.GzipFile = file
+            for number in itertools.count(1):
+                try:
+                    if number == 1 and file.peek(2)[:2] == _GZIP:
+                        stream = stack.enter_context(gzip.GzipFile(fileobj=file))
+                    line = stream.readline(_LONGEST_LINE + 1)
+                except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                    self.fail(number, f"the gzip data is damaged or cut off here ({error})", error)
+                except OSError as error:
+                    self._fail_to_read(error)
+                if not line:
+                    return
+                if len(line) > _LONGEST_LINE:
+                    self.fail(number, f"the line is longer than {_LONGEST_LINE >> 20} MiB; {_KNOWN}")
+                yield line.removesuffix(b"\n")
 
-    def _unzipped(self, data: bytes) -> bytes:
-        parts = []
+    def _opened(self) -> io.BufferedReader:
         try:
-            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-                while part := file.read(_CHUNK_NBYTES):
-                    parts.append(part)
-        except (OSError, EOFError, zlib.error) as error:
-            line = sum(part.count(b"\n") for part in parts) + 1
-            self.fail(line, f"the gzip data is damaged or cut off here ({error})", error)
-        return b"".join(parts)
+            self._check_kind(os.stat(self.path).st_mode)  # before: opening a device may do something
+            file = open(self.path, "rb")  # noqa: SIM115 - for the caller to close
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+            if isinstance(error, RequestTraceError):
+                raise
+            self._fail_to_read(error)
+        try:
+            self._check_kind(os.fstat(file.fileno()).st_mode)  # after: another file may have taken its place
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _check_kind(self, mode: int) -> None:
+        if stat.S_ISDIR(mode):
+            self.fail(None, "is a folder, not a file of requests")
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):  # a device might never end
+            self.fail(None, "is a device, not a file of requests")
+
+    def _fail_to_read(self, error: Exception) -> NoReturn:
+        reason = getattr(error, "strerror", None) or str(error)
+        self.fail(None, f"cannot be read: {reason[:1].lower() + reason[1:]}", error)
 
 
 def _csv_rows(file: _File, first: int, header: str, lines: Iterator[tuple[int, str]]) -> list[Row]:
@@ -166,6 +183,27 @@ def _azure_rows(file: _File, names: list[str], lines: Iterator[tuple[int, list[s
     return rows
 
 
+def _timed_rows(file: _File, names: list[str], lines: Iterator[tuple[int, list[str]]]) -> list[Row]:
+    at_time, at_prompt, at_output = map(names.index, _TIMED)
+    rows: list[Row] = []
+    start_us = before_us = None
+    for number, fields in lines:
+        text = fields[at_time].strip()
+        found = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{0,15}))?", text)
+        if found is None:
+            file.fail(number, f"arrival_s is {_shown(text)}, no number of seconds from 0 to 999999999.9")
+        # What is after the microsecond is cut off, as of dates.
+        time_us = int(found[1]) * 1_000_000 + int((found[2] or "")[:6].ljust(6, "0"))
+        if start_us is None or before_us is None:
+            start_us = before_us = time_us
+        if time_us < before_us:
+            file.fail(number, f"times go back: {_shown(text)} s after {before_us / 1e6} s")
+        before_us = time_us
+        prompt = _length(file, number, "prompt", fields[at_prompt])
+        rows.append((time_us - start_us, prompt, _length(file, number, "output", fields[at_output]), ()))
+    return rows
+
+
 def _length_rows(prompt_name: str, output_name: str) -> Callable[..., list[Row]]:
     def rows_of(file: _File, names: list[str], lines: Iterator[tuple[int, list[str]]]) -> list[Row]:
         at_prompt, at_output = names.index(prompt_name), names.index(output_name)
@@ -187,8 +225,10 @@ def _length_rows(prompt_name: str, output_name: str) -> Callable[..., list[Row]]
 
 
 _AZURE = ("timestamp", "contexttokens", "generatedtokens")
+_TIMED = ("arrival_s", "prompt", "output")
 _CSV_FORMATS: tuple[tuple[tuple[str, ...], Callable[..., list[Row]]], ...] = (
     (_AZURE, _azure_rows),
+    (_TIMED, _timed_rows),
     *(
         (names, _length_rows(*names))
         for names in (("num_prefill_tokens", "num_decode_tokens"), ("prompt", "output"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from heapq import heapreplace
 from typing import Literal
 
 from gpuarena.errors import ArgumentError
 from gpuarena.kv.spec import positive
-from gpuarena.simulate._arguments import Linear, as_jobs, as_policy, as_settings, as_trace
+from gpuarena.simulate._arguments import Linear, as_jobs, as_policy, as_settings, as_trace, bounded
 from gpuarena.simulate._job import Job
 from gpuarena.simulate._simulation import Simulation
 from gpuarena.simulate._tally import Samples, classes_of, percentile
@@ -32,6 +33,7 @@ def run(
     reject: bool = False,
     share: bool = False,
     drain: bool | None = None,
+    users: int | None = None,
     n_samples: int = 0,
     progress: Callable[[int, int], object] | None = None,
 ) -> Result:
@@ -88,6 +90,10 @@ def run(
     drain : bool, optional
         Go on until all requests are done. By default, if they all arrive at the same time, as they do
         where a trace has no times.
+    users : int, optional
+        Requests come from so many users, as under ``linear``: arrival times are not looked at, and each user sends the
+        next request of the trace when the last one is answered or turned away, until all are. This is how other
+        policies compare with ``linear``.
     n_samples : int
         Keep so many samples at most, evenly apart.
     progress : callable, optional
@@ -97,9 +103,10 @@ def run(
     Raises
     ------
     ArgumentError
-        A policy that there is not; a size that is not positive; a capacity that is too small for one request of
+        A policy that there is not; a size that is not positive, or over 2**63 - 1; a capacity that is too small for one request of
         `max_length` (`least_capacity` is the one that is needed); no requests, or only longer ones; prompts or outputs
-        of 0; `share` with another policy than ``paged``, or with pages that do not divide a block; `fit`.
+        of 0; `share` with another policy than ``paged``, or with pages that do not divide a block; `fit`; other
+        `users` than those of ``linear``.
     ArgumentTypeError
         Something of the wrong type.
 
@@ -108,13 +115,18 @@ def run(
     The three buddy policies are those of the Orca paper (Yu et al., OSDI 2022) as the vLLM paper names them (Kwon et
     al., SOSP 2023).
     """
-    name, users = as_policy(policy)
+    name, its_users = as_policy(policy)
+    users = its_users if users is None else positive(users, "users")
+    if its_users not in (None, users):
+        raise ArgumentError(
+            f"users={users}, but the policy linear({its_users}) has {its_users}; leave users out"
+        )
     requests = as_trace(trace)
-    rate = positive(rate, "rate")
+    rate = bounded(rate, "rate")
     n_samples = positive(n_samples, "n_samples", least=0)
     settings = as_settings(
         name,
-        users,
+        its_users,
         capacity=capacity,
         max_length=max_length,
         page_size=page_size,
@@ -126,10 +138,12 @@ def run(
     last_step: int | None = jobs[-1].arrival
     if users is not None or drain or (drain is None and last_step == 0 and len(jobs) > 1):
         last_step = None  # goes on until all are done
-    n_steps = _closed_loop_steps(jobs, users) if users else None if last_step is None else last_step + 1
+    n_steps = None if last_step is None else last_step + 1
+    if its_users is not None:  # who never wait for memory
+        n_steps = _closed_loop_steps(jobs, its_users)
     simulation = Simulation(
         jobs,
-        POLICIES[name](settings),
+        POLICIES[name](replace(settings, most_pages=_pages_of(jobs, settings.page_size))),
         last_step=last_step,
         users=users,
         reject=bool(reject),
@@ -184,6 +198,7 @@ def run(
         samples=tuple(simulation.samples.taken),
         share=bool(share),
         drain=last_step is None,
+        peak_taken=tally.peak_taken,
     )
 
 
@@ -204,9 +219,14 @@ def _block_size(name: str, block_size: int | None, page_size: int) -> int | None
     return block_size
 
 
+def _pages_of(jobs: list[Job], page_size: int) -> int:
+    """Return the pages that all requests take in the end if none shares any."""
+    return sum(-(-job.length // page_size) for job in jobs)
+
+
 def _closed_loop_steps(jobs: list[Job], users: int) -> int:
     """Return the steps until `users` have sent all requests and have all answers."""
-    ends = [0] * users  # by user; a heap
+    ends = [0] * min(users, len(jobs))  # by user who sends any; a heap
     for job in jobs:
         heapreplace(ends, ends[0] + job.output)
     return max(ends)

@@ -56,7 +56,7 @@ def render_page(
     title : str
         Heads the page, as text.
     words : str
-        What `gpuarena.simulate.words.explain_results` says; an empty line parts paragraphs.
+        What `gpuarena.simulate.words.describe_results` says; an empty line parts paragraphs.
     bytes_per_token : int, optional
         Of a model's KV cache; the capacity is then in GB of 10**9 bytes, too.
 

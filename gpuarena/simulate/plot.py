@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpuarena._files import check_replaceable, replacing
 from gpuarena.errors import ArgumentError, BackendError
 from gpuarena.kv.spec import positive
-from gpuarena.simulate._format import class_label
+from gpuarena.simulate._format import class_bounds, class_label
 from gpuarena.simulate.result import Result
 
 if TYPE_CHECKING:
@@ -210,10 +210,7 @@ def _draw_bars(axis: Axes, results: Mapping[str, Result]) -> None:
 
 
 def _draw_classes(axis: Axes, results: Mapping[str, Result]) -> None:
-    bounds = sorted(
-        {(each.least, each.limit) for one in results.values() for each in one.classes if each.n_requests},
-        key=lambda bound: (bound[0], bound[1] is None, bound[1] or 0),
-    )
+    bounds = class_bounds(results.values())
     rejects = any(one.reject for one in results.values())
     what = "turned away" if rejects else "whose first attempt fails"
     axis.set_title(f"requests {what}", fontsize="medium")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from gpuarena import _bump
+from gpuarena.errors import ArgumentError
 from gpuarena.kv.contiguous import Buddy, FreeList
 from gpuarena.kv.contiguous._slots import Slots
 from gpuarena.kv.paged._pages import PagePool
@@ -19,6 +19,9 @@ from gpuarena.simulate._job import Job
 from gpuarena.simulate.prefixes import page_keys
 
 __all__ = ["POLICIES", "Growing", "Memory", "Paged", "Pieces", "Regions", "Settings"]
+
+#: Of a pool, which knows each of its pages: these take about 3 GB.
+_MOST_PAGES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Settings:
     """Tokens for each hash of a request's prefix, where pages are shared."""
     users: int | None
     """Of the policy ``linear``."""
+    most_pages: int | None = None
+    """Pages that all requests together fill; more are never held, and need not be counted one by one."""
 
 
 class Memory(ABC):
@@ -168,7 +173,7 @@ class Growing(Pieces):
 class Paged(Memory):
     """Pages wherever they are; one more when the last is full.
 
-    What is left of the capacity behind the last whole page is free and stays so.
+    What is left of the capacity behind the last page that is ever held is free and stays so.
     """
 
     grows = True
@@ -177,9 +182,18 @@ class Paged(Memory):
         super().__init__(settings)
         self._page_size = settings.page_size
         self._block_size = settings.block_size
-        self._rest = settings.capacity % settings.page_size
+        n_pages = settings.capacity // settings.page_size
+        if settings.most_pages is not None:
+            n_pages = min(n_pages, settings.most_pages)
+        if n_pages > _MOST_PAGES:
+            raise ArgumentError(
+                f"{n_pages} pages of {settings.page_size} tokens are more than are simulated, {_MOST_PAGES}; give a "
+                f"larger page_size or fewer requests",
+                n_pages=n_pages,
+            )
+        self._rest = settings.capacity - n_pages * settings.page_size
         # A slot of this pool is a page: which tokens lie in it is the simulation's to know.
-        self._pool = PagePool(settings.capacity // settings.page_size, 1)
+        self._pool = PagePool(n_pages, 1)
         self._n_held = 0
 
     @property
@@ -248,18 +262,14 @@ class Regions(Memory):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         assert settings.users is not None, "the policy has users"
-        self._length, self._top = settings.max_length, 0
-        idle = []
-        for _ in range(settings.users):
-            start = _bump.place(self._top, self._length, 1, 0)
-            idle.append(start)
-            self._top = start + self._length
-        self._idle = idle[::-1]  # the first region is taken first
+        self._length, self._users = settings.max_length, settings.users
+        self._n_met = 0  # users who asked before; their regions lie first
+        self._idle: list[int] = []
 
     @property
     def free(self) -> int:
         """Slots above the regions: an idle region is its user's."""
-        return self.capacity - self._top
+        return self.capacity - self._users * self._length
 
     @property
     def largest_hole(self) -> int:
@@ -272,6 +282,10 @@ class Regions(Memory):
 
     def place(self, job: Job) -> bool:
         """Take the region of a user who waits for no answer."""
+        if not self._idle:
+            assert self._n_met < self._users, "no more requests run than there are users"
+            self._idle.append(self._n_met * self._length)
+            self._n_met += 1
         job.place, job.held = self._idle.pop(), self._length
         return True
 

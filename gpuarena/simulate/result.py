@@ -78,7 +78,7 @@ class Result:
     page_size: int
     chunk: int
     users: int | None
-    """Of the policy ``linear``."""
+    """Of the policy ``linear``, or those who sent the requests one after the other."""
     reject: bool
     requests: int
     dropped: int
@@ -132,6 +132,8 @@ class Result:
     """Whether pages were shared by equal prefixes."""
     drain: bool = False
     """Whether it went on until all requests were done, instead of ending with the arrival of the last."""
+    peak_taken: int = 0
+    """The most slots taken at a time; where growing copies, both pieces are taken until the copy is done."""
 
     @property
     def utilisation(self) -> float:

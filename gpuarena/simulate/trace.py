@@ -163,6 +163,7 @@ def load_trace(path: str | os.PathLike[str]) -> RequestTrace:
       none, ``hash_ids`` of blocks of 512 tokens, as in the Mooncake traces.
     - CSV with the columns ``num_prefill_tokens,num_decode_tokens`` or ``prompt,output``: lengths only, which all
       arrive at time 0.
+    - CSV with the columns ``arrival_s,prompt,output``: seconds, of which digits after the microsecond are cut off.
 
     Other columns and keys are ignored, and so are empty lines. Times are from the first request. A CSV file whose
     very last digits are missing reads as one with a smaller last number; any other cut is found.

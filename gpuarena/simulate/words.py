@@ -8,9 +8,11 @@ from dataclasses import replace
 from gpuarena.kv.contiguous import Buddy, Diagnosis, FreeList, diagnose
 from gpuarena.kv.spec import positive
 from gpuarena.simulate._format import count, grouped, listed, of_slots, percent, seconds, tokens
+from gpuarena.simulate._summary import duration, of_requests, share_of_slots, summarise, troubles
+from gpuarena.simulate._words_of_users import compares_users, copies, explain_users
 from gpuarena.simulate.result import LengthClass, Result
 
-__all__ = ["diagnose_worst", "explain_results"]
+__all__ = ["describe_results", "diagnose_worst", "explain_results"]
 
 #: Names in one enumeration; the rest is counted, so that a sentence stays readable with ten policies.
 _MOST_NAMES = 5
@@ -25,10 +27,12 @@ def explain_results(results: Mapping[str, Result], *, bytes_per_token: int | Non
     >>> from gpuarena.simulate.engine import run
     >>> found = run(synthetic(100), "exact", capacity=20_000, max_length=10_000)
     >>> explain_results({"exact": found}).split(". ")[0]
-    'In 20 000 slots, each for one token, exact finishes 12 of 100 requests (12.0 %) in 18 s'
+    'In 20 000 slots exact finishes 12 of 100 requests (12.0 %) in 18 s'
 
-    Paragraphs stand apart by an empty line: on what was served, on why not more, on the worst failure by fragmentation,
-    and, where ``linear`` was run, on what its users pay and gain. Policies that were not run are not mentioned.
+    There are two paragraphs of about 130 words at most, with an empty line between them, however many results there
+    are: on the policies that serve most and least, and on the worst failure by fragmentation, on pages and on what
+    growing copies. `describe_results` says more. Where the same users were served under other policies
+    (``run(users=)``), the text compares what these take and copy. Policies that were not run are not mentioned.
 
     Parameters
     ----------
@@ -43,18 +47,60 @@ def explain_results(results: Mapping[str, Result], *, bytes_per_token: int | Non
     ArgumentError, ArgumentTypeError
         `bytes_per_token` is no positive integer.
     """
+    return _explained(results, bytes_per_token, summarise)
+
+
+def describe_results(results: Mapping[str, Result], *, bytes_per_token: int | None = None) -> str:
+    """Say all that is to be said of the results, policy by policy, for a page with room.
+
+    >>> describe_results({})
+    'No policy was run.'
+
+    Paragraphs stand apart by an empty line: on what was served, on why not more, on the worst failure by fragmentation,
+    and, where ``linear`` was run, on what its users pay and gain.
+
+    Parameters
+    ----------
+    results : mapping of str to Result
+        As of `explain_results`.
+    bytes_per_token : int, optional
+        Of a model's KV cache; slots are then given in bytes, too.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        `bytes_per_token` is no positive integer.
+    """
+    return _explained(results, bytes_per_token, _at_length)
+
+
+def _explained(
+    results: Mapping[str, Result],
+    bytes_per_token: int | None,
+    explain: Callable[[Mapping[str, Result], int | None], list[str]],
+) -> str:
     if bytes_per_token is not None:
         bytes_per_token = positive(bytes_per_token, "bytes_per_token")
+    users = {name: one for name, one in results.items() if one.users is not None}
+    if compares_users(users):
+        paragraphs = explain_users(users, bytes_per_token)
+        results = {name: one for name, one in results.items() if name not in users}
+    else:
+        paragraphs = []
+    return "\n\n".join([*paragraphs, *explain(results, bytes_per_token)]) or "No policy was run."
+
+
+def _at_length(results: Mapping[str, Result], bytes_per_token: int | None) -> list[str]:
+    paragraphs = []
     queued = {name: one for name, one in results.items() if one.policy != "linear"}
     linear = {name: one for name, one in results.items() if one.policy == "linear"}
-    paragraphs = []
     if queued:
         paragraphs.append(" ".join(_served(queued, bytes_per_token)))
         paragraphs.append(" ".join(_reasons(queued)))
         paragraphs.append(" ".join((*_worst_moment(queued), *_pages(queued), *_costs(queued))))
     for name, one in linear.items():
         paragraphs.append(" ".join(_linear(name, one, queued, bytes_per_token)))
-    return "\n\n".join(filter(None, paragraphs)) or "No policy was run."
+    return [*filter(None, paragraphs)]
 
 
 def diagnose_worst(result: Result) -> Diagnosis | None:
@@ -116,9 +162,9 @@ def _done(results: Mapping[str, Result], bytes_per_token: int | None) -> Iterato
         where = f"In {of_slots(one.capacity, bytes_per_token)}, each for one token,"
         if len(ranked) > 1 and best[1].done == worst[1].done:
             each = "both policies finish" if len(ranked) == 2 else f"all {len(ranked)} policies finish"
-            yield f"{where} {each} {_of(one.done, one.requests)} in {_duration(one)}."
+            yield f"{where} {each} {of_requests(one.done, one.requests)} in {duration(one)}."
         else:
-            first = f"{best[0]} finishes {_of(one.done, one.requests)} in {_duration(one)}"
+            first = f"{best[0]} finishes {of_requests(one.done, one.requests)} in {duration(one)}"
             others = [
                 f"{name} {grouped(other.done)} ({percent(other.done, other.requests)})"
                 for name, other in ranked[1:]
@@ -127,8 +173,8 @@ def _done(results: Mapping[str, Result], bytes_per_token: int | None) -> Iterato
     else:
         for name, one in ranked:
             yield (
-                f"{name} finishes {_of(one.done, one.requests)} in {of_slots(one.capacity, bytes_per_token)} "
-                f"in {_duration(one)}."
+                f"{name} finishes {of_requests(one.done, one.requests)} in {of_slots(one.capacity, bytes_per_token)} "
+                f"in {duration(one)}."
             )
     if same and best[1].done > worst[1].done > 0:
         ratio = best[1].done / worst[1].done
@@ -143,7 +189,7 @@ def _done(results: Mapping[str, Result], bytes_per_token: int | None) -> Iterato
 
 def _untroubled(results: Mapping[str, Result]) -> Iterator[str]:
     """Yield which policies had memory enough for each request at once."""
-    calm = [name for name, one in results.items() if one.requests and not _troubles(one)]
+    calm = [name for name, one in results.items() if one.requests and not troubles(one)]
     if not calm:
         return
     if len(calm) == len(results):
@@ -152,12 +198,8 @@ def _untroubled(results: Mapping[str, Result]) -> Iterator[str]:
         yield f"No request ever waits for memory under {_short(calm)}."
 
 
-def _troubles(one: Result) -> int:
-    return one.first_fail_frag + one.first_fail_nofree + one.blocked_steps + one.preempt + one.rejected
-
-
 def _shares(results: Mapping[str, Result], of: Callable[[Result], int], what: str) -> Iterator[str]:
-    shares = {name: _share_of_slots(one, of(one)) for name, one in results.items()}
+    shares = {name: share_of_slots(one, of(one)) for name, one in results.items()}
     ranked = sorted((name for name in shares if shares[name] >= _LEAST_SHARE), key=lambda name: -shares[name])
     if ranked:
         first = f"{what} {percent(shares[ranked[0]])} of the slots under {ranked[0]}"
@@ -168,7 +210,7 @@ def _shares(results: Mapping[str, Result], of: Callable[[Result], int], what: st
 def _why_internal(results: Mapping[str, Result]) -> Iterator[str]:
     """Yield what makes slots that never hold a token, where that is the policy's doing."""
     wasteful = {
-        name: one for name, one in results.items() if _share_of_slots(one, one.sum_internal) >= _LEAST_SHARE
+        name: one for name, one in results.items() if share_of_slots(one, one.sum_internal) >= _LEAST_SHARE
     }
     whole = [name for name, one in wasteful.items() if one.policy in ("max", "buddy_max")]
     rounded = [name for name, one in wasteful.items() if one.policy in ("buddy_pow2", "buddy_exact")]
@@ -272,7 +314,7 @@ def _pages(results: Mapping[str, Result]) -> Iterator[str]:
         none = "" if one.first_fail_frag else " no request fails by fragmentation,"
         yield (
             f"Under {name}{none} {percent(one.effective)} of the slots taken hold a token, and "
-            f"{percent(_share_of_slots(one, one.sum_used))} of all slots."
+            f"{percent(share_of_slots(one, one.sum_used))} of all slots."
         )
         if one.hit_tokens:
             yield f"{tokens(one.hit_tokens)} of prompts are found in pages of earlier requests."
@@ -309,7 +351,7 @@ def _costs(results: Mapping[str, Result]) -> Iterator[str]:
     for name, one in results.items():
         if one.copied:
             cat = ", since it grows a token at a time, as torch.cat does" if one.chunk == 1 else ""
-            yield f"{name} copies {_copies(one)}{cat}."
+            yield f"{name} copies {copies(one)}{cat}."
 
 
 # On users with a fixed region each.
@@ -324,7 +366,7 @@ def _linear(
     yield (
         f"{name} reserves {of_slots(reserved, bytes_per_token)} from the start, {grouped(one.max_length)} "
         f"for {'one user' if users == 1 else f'each of {grouped(users)} users'}, and finishes "
-        f"{_of(one.done, one.requests)} in {_duration(one)}."
+        f"{of_requests(one.done, one.requests)} in {duration(one)}."
     )
     yield (
         f"On average {percent(held, reserved)} of them hold a token; "
@@ -349,30 +391,12 @@ def _linear(
         elif its.policy == "grow":
             failed = its.first_fail_frag + its.first_fail_nofree
             yield (
-                f"{other} reserves no more than the next {count(its.chunk, 'token')} but copies {_copies(its)}, and "
+                f"{other} reserves no more than the next {count(its.chunk, 'token')} but copies {copies(its)}, and "
                 f"{grouped(failed)} of {count(its.requests, 'request')} do not fit at first."
             )
 
 
 # Parts of sentences.
-
-
-def _copies(one: Result) -> str:
-    each = f", {one.copied / one.tokens:.3g} for each token made" if one.tokens else ""
-    return f"{tokens(one.copied)} into longer pieces{each}"
-
-
-def _of(number: int, requests: int) -> str:
-    return f"{grouped(number)} of {count(requests, 'request')} ({percent(number, requests)})"
-
-
-def _duration(one: Result) -> str:
-    return seconds(one.steps / one.rate) if one.rate else count(one.steps, "step")
-
-
-def _share_of_slots(one: Result, slots: int) -> float:
-    whole = one.capacity * one.steps
-    return slots / whole if whole else 0.0
 
 
 def _short(parts: list[str]) -> str:

@@ -344,7 +344,7 @@ def test_what_is_printable(text, limit):
 def test_byte_counts_in_tables(nbytes):
     shown = _output.short_nbytes(nbytes)
     number, unit = shown.split()
-    scale = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)
+    scale = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"].index(unit)
     assert float(number) * scale == pytest.approx(nbytes, rel=0.0051, abs=0.5)
     assert len(shown) <= 8 or nbytes >= 1000 * 1024**4
     assert "e" not in number

@@ -54,6 +54,19 @@ def test_a_replay_makes_the_same_regions():
     assert again.stats == arena.stats
 
 
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_recording_in_a_file_is_replayed_and_saved_as_well(tmp_path, suffix, ended):
+    arena = Arena(4096)
+    with arena.record(tmp_path / f"run{suffix}") as trace:
+        first = arena.alloc(100, "uint8", label="x")
+        if not ended:
+            assert offsets(trace.replay(Arena(4096))) == offsets([first])
+    assert offsets(trace.replay(Arena(4096))) == offsets([first])
+    trace.save(tmp_path / "copy.jsonl")
+    assert load_trace(tmp_path / "copy.jsonl") == load_trace(trace.path)
+
+
 def test_a_replay_starts_where_the_recording_did():
     arenas = [Arena(4096, alignment=64) for _ in range(2)]
     for arena in arenas:

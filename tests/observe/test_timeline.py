@@ -217,7 +217,6 @@ A = Event("alloc", "low", 1, 10, 0, 10)
         ([A], "begins with the start"),
         ([START[1], START[0]], "begins with the start"),
         ([START[0], START[0], START[1]], "begins with the start"),
-        ([5, 6], "begins with the start"),
         ([*START, *START], "event 2 .*'start'.* does not belong there"),
         ([*START, A, dataclasses.replace(A, kind="held")], "event 3 .*does not belong there"),
         ([*START, dataclasses.replace(A, kind="explode")], "event 2 .*'explode'.* unknown kind"),

@@ -68,6 +68,19 @@ def test_output_title_and_summary_can_be_chosen(log, tmp_path):
     assert not log.with_suffix(".html").exists()
 
 
+def test_a_page_goes_to_standard_output(log, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    view(log)
+    result = CliRunner().invoke(app, ["view", str(log), "-o", "-"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stdout == log.with_suffix(".html").read_text("ascii")
+    assert result.stderr == "scratch [red]: 2 regions, peak 2.95 KiB of 4 KiB, 1 failure\n"
+    for option in ("--json", "--open"):
+        with pytest.raises(ArgumentError, match=f"{option} needs it in a file"):
+            view(log, "-o", "-", option)
+    assert {path.name for path in tmp_path.iterdir()} == {log.name, "run.html"}
+
+
 def test_the_input_is_never_overwritten(log, tmp_path):
     before = log.read_bytes()
     link = tmp_path / "link.html"

@@ -15,6 +15,7 @@ from gpuarena.errors import (
     LiveArraysError,
     OutOfMemoryError,
 )
+from gpuarena.observe.trace import replay
 
 
 def debugged(capacity=1024, **settings):
@@ -316,13 +317,19 @@ def test_a_pin_is_replayed_where_it_was_in_debug_mode_too():  # T8
     assert (again.stats.top, again.stats.high) == (arena.stats.top, arena.stats.high)
 
 
-def test_a_trace_that_grows_an_older_region_says_so():
+def test_a_trace_that_grows_an_older_region_grows_it_again():
     arena = Arena(1024)
     region = arena.alloc(4, "uint8")
     with arena.record() as trace:
         region.extend(8)
+    again = Arena(1024)
+    trace.replay(again)
+    assert again.stats.top == arena.stats.top == 8
+    older_log = [event for event in trace.events if event.kind != "held"]  # did not say what there was
+    untouched = Arena(1024)
     with pytest.raises(ValueError, match="before it began"):
-        trace.replay(Arena(1024))
+        replay(older_log, untouched)
+    assert untouched.stats.top == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory that grows is made for Linux")

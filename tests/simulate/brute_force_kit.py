@@ -71,6 +71,7 @@ class BruteForce:
             0,
         )
         self.worst: dict[str, Any] | None = None
+        self.most_taken = 0
 
     # Slots
 
@@ -244,6 +245,7 @@ class BruteForce:
         if found is None:
             return False
         self.mark(*found, one.index)
+        self.most_taken = max(self.most_taken, len([owner for owner in self.bitmap if owner is not None]))
         self.mark(one.start, one.asked, None)
         one.start, one.asked = found
         self.n["copied"] += one.live
@@ -385,6 +387,7 @@ class BruteForce:
             "wait_p99_s": waits[99 * len(waits) // 100] / self.rate if waits else 0.0,
             "ext_mean": total["ext"] / len(self.steps),
             "worst": self.worst,
+            "peak_taken": max(self.most_taken, *(self.capacity - one["free"] for one in self.steps)),
             "classes": self.classes(),
             "samples": self.samples(),
             **self.n,
@@ -412,6 +415,6 @@ class BruteForce:
             return ()
         stride = 1
         while len(self.steps[::stride]) > self.n_samples:
-            stride = 2 * stride if self.drain and self.users is None else stride + 1
+            stride = 2 * stride if self.drain and self.policy != "linear" else stride + 1
         names = ("step", "used", "reserved", "internal", "free", "largest_hole", "n_running", "n_waiting")
         return tuple({name: one[name] for name in names} for one in self.steps[::stride])

@@ -66,6 +66,7 @@ def made(policy="exact", **changes):
         "worst": None,
         "n_failed_at_40": 0,
         "samples": (),
+        "peak_taken": 0,
     }
     assert not changes.keys() - fields.keys()
     result = Result(**{**fields, **changes})

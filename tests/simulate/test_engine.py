@@ -54,6 +54,8 @@ def cases(draw: st.DrawFn, policies: tuple[str, ...] = POLICIES) -> tuple[list[R
     }
     if draw(st.booleans()):
         options["drain"] = draw(st.booleans())
+    if policy != "linear" and draw(st.integers(0, 3)) == 0:
+        options["users"] = users
     return requests, f"linear({users})" if policy == "linear" else policy, options
 
 
@@ -70,7 +72,23 @@ def expect_equal(result: Result, wanted: dict[str, Any]) -> None:
 
 def brute_force(requests: list[Request], policy: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
     name, _, users = policy.partition("(")
-    return BruteForce(requests, name, users=int(users[:-1]) if users else None, **options, **more).serve()
+    options = {"users": int(users[:-1])} | options if users else options
+    return BruteForce(requests, name, **options, **more).serve()
+
+
+def test_a_user_who_is_turned_away_asks_again_in_the_next_step() -> None:
+    requests = [Request(0, 2, 6), Request(0, 2, 6), Request(0, 1, 1)]
+    options = {"capacity": 10, "max_length": 10, "users": 2, "reject": True}
+    result = run(requests, "exact", **options)
+    assert (result.rejected, result.done, result.max_running, result.steps) == (1, 2, 2, 6)
+    expect_equal(result, brute_force(requests, "exact", options))
+
+
+def test_the_peak_of_growing_has_both_pieces_of_a_copy() -> None:
+    requests, options = [Request(0, 4, 2)], {"capacity": 20, "max_length": 6, "chunk": 1}
+    result = run(requests, "grow", drain=True, **options)
+    assert result.peak_taken == 5 + 6
+    expect_equal(result, brute_force(requests, "grow", options | {"drain": True}))
 
 
 @given(cases())

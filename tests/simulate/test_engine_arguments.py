@@ -32,6 +32,16 @@ def test_an_unknown_policy_is_told_those_that_there_are() -> None:
         run(TRACE, 4, **SIZES)  # type: ignore[arg-type]
 
 
+def test_users_of_any_policy() -> None:
+    served = run(TRACE, "max", users=2, **SIZES)
+    assert (served.users, served.drain) == (2, True)
+    assert run(TRACE, "linear(2)", users=2, **SIZES) == run(TRACE, "linear(2)", **SIZES)
+    with pytest.raises(ArgumentError, match=r"users=3, but the policy linear\(2\) has 2"):
+        run(TRACE, "linear(2)", users=3, **SIZES)
+    with pytest.raises(ArgumentError, match="users must be at least 1"):
+        run(TRACE, "max", users=0, **SIZES)
+
+
 def test_linear_is_a_value() -> None:
     assert linear(users=3) == Linear(3) != Linear(4)
     assert str(linear(3)) == "linear(3)"

@@ -1,10 +1,15 @@
-"""`run` on public traces, against figures computed by others: integers, so all of them exactly."""
+"""`run` on public traces, against figures computed by others: integers, so all of them exactly.
+
+Under HYPOTHESIS_PROFILE=ci every other one of the cases with a whole trace is run, and all of the small ones: a run of CI
+has 20 minutes. Other profiles run all of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +29,23 @@ pytestmark = pytest.mark.skipif(not (DATA / "traces").is_dir(), reason="the publ
 load = functools.cache(lambda name: load_trace(DATA / "traces" / name))
 
 
-@functools.cache
 def result_of(name: str, policy: str, capacity: int, n: int | None = None, **options: Any) -> Result:
-    """The result of the first `n` requests of a trace; kept, since some take a second."""
-    return run(load(name)[:n], policy, capacity=capacity, **({"max_length": 8192} | options))
+    """The result of the first `n` requests of a trace; kept, since some take a second and several tests look at them."""
+    defaults = {"max_length": 8192, "rate": 20, "page_size": 16, "fit": "first"}
+    return _result_of(name, policy, capacity, n, **dict(sorted((defaults | options).items())))
+
+
+@functools.cache
+def _result_of(name: str, policy: str, capacity: int, n: int | None, **options: Any) -> Result:
+    return run(load(name)[:n], policy, capacity=capacity, **options)
+
+
+IS_CI = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
+
+
+def thinned(cases: Sequence[Any]) -> Sequence[Any]:
+    """Return every other one under the profile of CI, and all under others."""
+    return cases[::2] if IS_CI else cases
 
 
 def references() -> list[Any]:
@@ -35,6 +53,8 @@ def references() -> list[Any]:
     if not path.is_file():
         return []
     cases = json.loads(path.read_text())
+    small = [one for one in cases if one["first_n"]]
+    cases = [*small, *thinned([one for one in cases if not one["first_n"]])]
     keys = ("trace", "first_n", "C", "policy", "fit", "block")
     return [
         pytest.param(
@@ -70,7 +90,8 @@ NEAR_SATURATION = [
 
 
 @pytest.mark.parametrize(
-    ("policy", "options", "done", "nofree", "frag", "preempt", "copied", "p50", "p99"), NEAR_SATURATION
+    ("policy", "options", "done", "nofree", "frag", "preempt", "copied", "p50", "p99"),
+    thinned(NEAR_SATURATION),
 )
 def test_policies_near_saturation(
     policy: str,
@@ -101,7 +122,7 @@ WORST = [
 
 
 @pytest.mark.parametrize(
-    ("trace", "capacity", "policy", "options", "frag", "at_40", "free", "need", "hole"), WORST
+    ("trace", "capacity", "policy", "options", "frag", "at_40", "free", "need", "hole"), thinned(WORST)
 )
 def test_the_worst_failure_by_fragmentation(
     trace: str,
@@ -135,7 +156,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "options", "wanted"), LOSSES)
+@pytest.mark.parametrize(("policy", "options", "wanted"), thinned(LOSSES))
 def test_requests_turned_away(policy: str, options: Any, wanted: tuple[int | None, ...]) -> None:
     for capacity, rejected in zip((65_536, 98_304, 131_072), wanted, strict=True):
         if rejected is not None:
@@ -144,10 +165,12 @@ def test_requests_turned_away(policy: str, options: Any, wanted: tuple[int | Non
 
 @pytest.mark.parametrize(
     ("policy", "options", "shares"),
-    [
-        ("exact", {"fit": "first"}, [0.3, 28.8, 59.3, 83.4]),
-        pytest.param("paged", {}, [5.2, 17.1, 25.6, 41.7], marks=pytest.mark.slow),
-    ],
+    thinned(
+        [
+            ("exact", {"fit": "first"}, [0.3, 28.8, 59.3, 83.4]),
+            pytest.param("paged", {}, [5.2, 17.1, 25.6, 41.7], marks=pytest.mark.slow),
+        ]
+    ),
 )
 def test_long_requests_are_turned_away_first(policy: str, options: Any, shares: list[float]) -> None:
     one = result_of(CONV, policy, 65_536, reject=True, **options)
@@ -185,6 +208,10 @@ def test_tokens_of_a_few_users() -> None:
         one = result_of(CONV, f"linear({users})", users * 8192, 4000)
         # Of requests that run: in the end some users have no more to ask.
         assert round(users * one.sum_used / one.sum_running) == mean
+
+
+@pytest.mark.skipif(IS_CI, reason="every other whole trace in CI; other profiles run all")
+def test_the_most_tokens_that_four_users_hold() -> None:
     sampled = result_of(CONV, "linear(4)", 4 * 8192, 4000, n_samples=10**6)
     assert len(sampled.samples) == sampled.steps
     assert max(sample.used for sample in sampled.samples) == 13_173
@@ -203,7 +230,7 @@ MAKESPANS = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "options", "steps"), MAKESPANS)
+@pytest.mark.parametrize(("policy", "options", "steps"), thinned(MAKESPANS))
 def test_requests_without_times_are_served_to_the_end(policy: str, options: Any, steps: int) -> None:
     one = result_of(CHAT, policy, 65_536, 2000, **options)
     assert (one.steps, one.done) == (steps, 2000)
@@ -230,6 +257,7 @@ def test_pages_of_equal_prefixes() -> None:
     assert round(100 * shared.hit_tokens / 512 / n_full, 1) == 19.6
 
 
+@pytest.mark.skipif(IS_CI, reason="every other whole trace in CI; other profiles run all")
 @pytest.mark.slow
 def test_pages_of_equal_prefixes_in_less_memory() -> None:
     shared, alone, n_full = shared_and_not(2**20)

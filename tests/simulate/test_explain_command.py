@@ -217,19 +217,22 @@ def test_json_has_the_same_figures(exact):
     assert found["diagnosis"]["requested"] == exact.worst.need
     assert found["diagnosis"]["text"].startswith("A request of")
     assert found["smaller"] is None
-    assert "worst failure by fragmentation is under exact" in found["explanation"]
+    assert f"Under exact {exact.first_fail_frag} requests" in found["explanation"]
 
 
 def test_a_trace_from_a_file_and_memory_in_bytes(tmp_path):
     path = lengths_file(tmp_path, [(300, 20), (200, 10), (300, 30), (500, 40)] * 10)
     text = words_of(explain(str(path), "--memory", "20MB", "--bytes-per-token", "10000"))
-    assert "lengths.csv: 40 requests of at most 540 tokens; 2 000 slots (20.00 MB), one a token." in text
+    assert (
+        "lengths.csv: 40 requests of at most 540 tokens, all at time 0; 2 000 slots (20.00 MB), one a token."
+        in text
+    )
 
 
 def test_longer_requests_are_left_out_and_counted(tmp_path):
     path = lengths_file(tmp_path, [(300, 20), (900, 10), (300, 30)] * 5)
     text = words_of(explain(str(path), "--capacity", "800"))
-    assert "10 requests of at most 800 tokens, 5 longer ones left out; 800 slots" in text
+    assert "10 requests of at most 800 tokens, 5 longer ones left out, all at time 0; 800 slots" in text
     assert "5 requests of at most 320 tokens, 10 longer" in words_of(
         explain(str(path), "--capacity", "800", "--max-length", "320")
     )

@@ -150,6 +150,13 @@ def test_the_name_is_the_files(folder: Path) -> None:
     assert load_trace(str(path)).name == "lengths.csv"
 
 
+def test_seconds_of_ones_own(folder: Path) -> None:
+    text = "output,arrival_s,prompt,user\n6,1700000.25,5,ann\n8,1700001,7,bob\n9,1700001.0000019,7,bob\n"
+    trace = load_trace(write(folder, text))
+    assert list(trace) == [Request(0, 5, 6), Request(750_000, 7, 8), Request(750_001, 7, 9)]
+    assert trace.block_size is None
+
+
 @pytest.mark.parametrize(
     ("name", "n", "prompt_mean", "output_mean", "duration_s"),
     [
@@ -291,6 +298,11 @@ def test_a_long_gzip_file_that_is_cut_names_the_line_that_it_reaches(folder: Pat
         ("prompt,output\n²,6\n", 2, "prompt is '²', no integer"),
         ("prompt,output\n5,1000000000000000\n", 2, "output is '1000000000000000', no integer"),
         ("prompt,output\n5," + "9" * 5000 + "\n", 2, "no integer"),
+        ("arrival_s,prompt,output\n1,5,6\n0.5,5,6\n", 3, "times go back: '0.5' s after 1.0 s"),
+        ("arrival_s,prompt,output\n-1,5,6\n", 2, "arrival_s is '-1', no number of seconds"),
+        ("arrival_s,prompt,output\n1e3,5,6\n", 2, "arrival_s is '1e3', no number of seconds"),
+        ("arrival_s,prompt,output\n٣,5,6\n", 2, "no number of seconds"),
+        ("arrival_s,prompt,output\n1,0,6\n", 2, "prompt is 0; at least 1 token"),
         (f"{AZURE}\nyesterday,5,6\n", 2, "TIMESTAMP 'yesterday' is no date and time"),
         (f"{AZURE}\n,5,6\n", 2, "TIMESTAMP '' is no date and time"),
         (f"{AZURE}\n2023-11-16 18:00:00,5,6\n2023-11-16 17:59:59,5,6\n", 3, "times go back"),

@@ -110,6 +110,45 @@ def test_half_the_memory_lets_the_others_wait(pairs: Path) -> None:
     assert table_of(text, "requests that did not fit")[1] == {"max": ["2", "0", "0", "0"]}
 
 
+def test_local_users_get_their_answer_with_one_command(pairs: Path) -> None:
+    """Two requests of 4 and 2 tokens, one after the other: by hand."""
+    arguments = (pairs, "--policy", "local", "--max-length", 10, "--page-size", 4, "--bytes-per-token", 1000)
+    text = command(*arguments).stdout
+    assert "36 slots (36.00 kB), each for one token: enough for nobody to wait" in text  # 3 * 12
+    columns, rows = table_of(text, "slots that the users take")
+    assert columns == ["policy", "most", "mean", "used, %", "tokens copied", "did not fit", "done"]
+    # In steps of 5 and 6 tokens; grow copies 5 of them from a piece of 5 to one of 6.
+    assert rows == {
+        "linear(1)": ["10", "10", "55.0", "0", "0", "2"],
+        "grow": ["11", "6", "100", "10", "0", "2"],
+        "paged": ["8", "8", "68.8", "0", "0", "2"],
+    }
+    assert "requests, times in s" not in text
+    own = "One user sends 2 requests, the next one when the last one is answered. It takes 0.2 s under each policy."
+    assert own in " ".join(text.split())
+
+
+def test_local_users_are_those_asked_for_and_have_the_memory_given() -> None:
+    arguments = ("--synthetic", "--limit", 40, "--policy", "local", "--users", 3, "--max-length", 4096)
+    found = figures(*arguments)
+    assert found["capacity"] == 7 * 4096
+    assert {name: (one["users"], one["chunk"], one["done"]) for name, one in found["results"].items()} == {
+        "linear(3)": (3, 1, 40),
+        "grow": (3, 1, 40),
+        "paged": (3, 1, 40),
+    }
+    assert all(not one["blocked_steps"] + one["preempt"] for one in found["results"].values())
+    found = figures(*arguments, "--capacity", 3 * 4096, "--chunk", 256)["results"]
+    assert (found["grow"]["capacity"], found["grow"]["chunk"]) == (3 * 4096, 256)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_of_users_fits(columns: int) -> None:
+    text = command("--synthetic", "--limit", 40, "--policy", "local", "--users", 4, columns=columns).stdout
+    assert max(map(len, text.splitlines())) <= columns
+    assert list(table_of(text, "slots that the users take")[1]) == ["linear(4)", "grow", "paged"]
+
+
 def test_all_policies_print_what_the_figures_say() -> None:
     arguments = (
         "--synthetic",
@@ -315,7 +354,7 @@ def one_model(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The figures of whatever model is asked for."""
     found: dict[str, Any] = {"model": "odd", "dtype": "float16", "bytes_per_token": 100, "state_nbytes": 0}
     found["layers"] = [{"n_layers": 3, "windows": []}]
-    monkeypatch.setattr("gpuarena.cli._simulate_arguments._find", lambda *_, **__: found)
+    monkeypatch.setattr("gpuarena.cli._simulate_arguments.find_size", lambda *_, **__: found)
     return found
 
 
@@ -454,6 +493,9 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         ([*SMALL, "--policy", "linear"], "linear needs --users"),
         ([*SMALL, "--policy", "linear(0)"], "users"),
         ([*SMALL, "--policy", "paged", "--users", "2"], "--users: only of the policies linear and all"),
+        ([*SMALL, "--policy", "local", "--policy", "max"], "local compares linear, grow, paged"),
+        ([*SMALL, "--policy", "local", "--reject"], "--reject: not with --policy local"),
+        ([*SMALL, "--policy", "local", "--share"], "--share: not with --policy local"),
         ([*SMALL, "--fit", "worst"], "'worst' is none of first, best"),
         ([*SMALL, "--dtype", "int3"], "'int3' is none of bfloat16"),
         ([*SMALL, "--arrivals", "0"], "rate must be more than 0"),

@@ -78,9 +78,9 @@ def test_the_table_has_the_figures_and_its_headers_say_their_scope():
     first = dict(zip(columns[1:], cells, strict=False))
     assert first["slots"] == "1 000"
     assert first["GB"] == "2.00"
-    assert (first["finished"], first["% of them"]) == ("40", "80.0 %")
+    assert (first["done"], first["% of them"]) == ("40", "80.0 %")
     assert (first["too few free"], first["no hole"]) == ("2", "7")
-    assert (first["never started"], first["put back"]) == ("6", "4")
+    assert (first["never started"], first["preempted"]) == ("6", "4")
     assert (first["median wait"], first["1 in 100 waits"]) == ("1.5 s", "4 s")
     assert "tokens copied" not in first, "nothing was copied by any policy"
     assert "turned away" not in first

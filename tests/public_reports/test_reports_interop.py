@@ -229,9 +229,11 @@ def test_pytorch_pytorch_185420_a_log_is_text_that_any_program_reads(tmp_path, s
         arena.alloc((2, 3), "float32", label='mask, of "two"')
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file)) if suffix == ".csv" else [json.loads(line) for line in file]
-    assert [row["kind"] for row in rows] == ["start", "start", "alloc", "rollback"]
-    assert int(rows[2]["nbytes"]) == 24
-    assert "scope 'step'" in rows[3]["cause"]
+    assert [row["kind"] for row in rows] == [
+        *("start", "start", "scope_open", "alloc", "rollback", "scope_close")
+    ]
+    assert int(rows[3]["nbytes"]) == 24
+    assert "scope 'step'" in rows[4]["cause"]
 
 
 # cupy/cupy#9918: an array made at a pointer into a huge buffer has a wrong address, and access is illegal

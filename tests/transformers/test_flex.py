@@ -6,8 +6,6 @@ query on exactly 24 keys, with any cache.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -89,14 +87,10 @@ def test_masks_and_lengths(name, cache_class, is_padded):
         assert_right(name, cache_class, is_padded)
 
 
-#: A kernel takes half a minute to build, and a run of CI has 20; other profiles build it for both.
-COMPILED = (
-    [ArenaStaticCache] if os.environ.get("HYPOTHESIS_PROFILE") == "ci" else [ArenaCache, ArenaStaticCache]
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_class", COMPILED)
+@pytest.mark.parametrize(
+    "cache_class", [ArenaStaticCache, pytest.param(ArenaCache, marks=pytest.mark.nightly)]
+)
 def test_compiled_kernels(cache_class):
     try:
         assert_right("llama", cache_class, is_padded=False)

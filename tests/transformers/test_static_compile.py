@@ -6,7 +6,6 @@ Most tests trace with Dynamo and run the graph as it is, which is what decides a
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 
@@ -78,13 +77,13 @@ def decode(forward, name, cache, n_steps=N_STEPS, start=N_PROMPT, before=lambda:
             assert off < TOLERANCE, f"logits of token {position} are off by {off}"
 
 
-#: Tracing takes seconds a model, and a run of CI has 20 minutes; other profiles take all.
-FAMILIES = ["llama", "gemma3", "gpt-oss", "mistral", "deepseek-v3"]
-if os.environ.get("HYPOTHESIS_PROFILE") == "ci":
-    FAMILIES = FAMILIES[:3]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma3", "gpt-oss"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mistral", "deepseek-v3")),
+    ],
+)
 def test_one_graph_for_all_steps(name, n_reads):
     cache = ArenaStaticCache(families.model(name).config, 2, CAPACITY)
     read_prompt(name, cache)
@@ -154,6 +153,7 @@ def test_room_is_checked_before_a_compiled_step():
     decode(forward, "llama", cache, n_steps=1, start=N_PROMPT + 1, before=cache.check_room)
 
 
+@pytest.mark.nightly
 def test_other_rows_are_refused_and_taken_after_a_reset():
     cache = ArenaStaticCache(families.model("llama").config, 2, CAPACITY)
     read_prompt("llama", cache)
@@ -184,7 +184,10 @@ def auto_compile(monkeypatch):
         vars(families.model(name)).pop("_compiled_call", None)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("mistral", "left padding"), ("gemma3", "greedy")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("mistral", "left padding"), pytest.param("gemma3", "greedy", marks=pytest.mark.nightly)],
+)
 def test_generate_compiles_by_itself(name, mode, auto_compile, n_reads):
     compiling, counter = auto_compile
     cache = ArenaStaticCache(families.model(name).config, MODES[mode].rows, N_TOKENS, bucket=8)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
+import zlib
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,13 +38,16 @@ settings.register_profile(
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(PROFILE)
 
-#: Of a test with many cases in these modules the ci profile takes every other one: a run of CI has 20 minutes. The other
-#: profiles take all of them, and the tests marked `nightly`.
+#: Of the cases of these modules the ci profile takes about one half, chosen by their names: a run of CI has 20 minutes.
+#: The other profiles take all of them, and the tests marked `nightly`.
 _HALVED = (
     "demo/test_weights.py",
     "test_process.py",
+    "transformers/test_attention.py",
     "transformers/test_encoder_decoder.py",
+    "transformers/test_families.py",
     "transformers/test_flex.py",
+    "transformers/test_generate.py",
     "transformers/test_offload.py",
     "transformers/test_size_command.py",
     "transformers/test_static_families.py",
@@ -56,12 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what the ci profile has no time for; pytest says how many tests were deselected."""
     if PROFILE != "ci":
         return
-    n_cases: collections.Counter[str] = collections.Counter()
     kept, left_out = [], []
     for item in items:
-        name = item.nodeid.split("[")[0]
-        n_cases[name] += 1
-        is_other = n_cases[name] % 2 == 0 and name.split("::")[0].endswith(_HALVED)
+        is_case = "[" in item.nodeid and item.nodeid.split("::")[0].endswith(_HALVED)
+        is_other = is_case and zlib.crc32(item.nodeid.encode()) % 2 == 1
         (left_out if is_other or item.get_closest_marker("nightly") else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import warnings
 
 import pytest
@@ -147,10 +146,6 @@ def ways(name):
 
 
 PRODUCT = [(name, way) for name in TEXT if name not in FAMILIES for way in ways(name)]
-if (
-    os.environ.get("HYPOTHESIS_PROFILE") == "ci"
-):  # every other one: a run has 20 minutes; other profiles take all
-    PRODUCT = PRODUCT[::2]
 
 
 def refusal(name, way):

@@ -185,8 +185,7 @@ class PageList:
         self.pool.version += 1
         try:
             gone = self._end()
-            while gone:
-                self.pool._states.release(gone.pop())
+            self.pool._states.release_all(gone)
         except BaseException:
             self._end()
             self.pool.rebuild()
@@ -221,8 +220,7 @@ class PageList:
         gone = self._pages[len(kept) :]
         try:
             self._pages, self._length = kept, length
-            while gone:
-                self.pool._states.release(gone.pop())
+            self.pool._states.release_all(gone)
         except BaseException:
             self.pool.rebuild()
             raise

@@ -80,14 +80,26 @@ class PageStates:
 
     def release(self, page: int) -> None:
         """Drop a reference. Of several pages, the last of a sequence goes first."""
-        count = self._counts[page] - 1
-        assert count >= 0, "a page is released once for each reference"
-        self._counts[page] = count
-        if count == 0:
-            if self.index.of(page) is None:
-                self._free.append(page)
-            else:
-                self._cached[page] = None
+        self.release_all([page])
+
+    def release_all(self, pages: list[int]) -> None:
+        """Drop a reference of each page of a sequence, the last one first; `pages` is empty afterwards.
+
+        >>> states = PageStates(2)
+        >>> states.release_all([states.take(), states.take()])
+        >>> states.take()  # the first page was released last
+        0
+        """
+        counts, free, published = self._counts, self._free, self.index.of
+        while pages:
+            page = pages.pop()
+            counts[page] = count = counts[page] - 1
+            assert count >= 0, "a page is released once for each reference"
+            if count == 0:
+                if published(page) is None:
+                    free.append(page)
+                else:
+                    self._cached[page] = None
 
     def forget(self) -> None:
         """Publish nothing any more; cached pages become free, used ones stay with their sequences."""

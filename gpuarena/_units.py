@@ -58,13 +58,22 @@ def parse_nbytes(value: Any, *, what: str = "capacity") -> int:
     return nbytes
 
 
+def grouped(number: int) -> str:
+    """Return an integer with its thousands apart.
+
+    >>> grouped(12736)
+    '12 736'
+    """
+    return f"{number:,}".replace(",", " ")
+
+
 def format_nbytes(nbytes: int) -> str:
     """Return a byte count for people: exact bytes, and binary units when it has them.
 
     >>> format_nbytes(939524096)
     '939 524 096 bytes (896.00 MiB)'
     """
-    exact = f"{nbytes:,}".replace(",", " ") + " bytes"
+    exact = f"{grouped(nbytes)} bytes"
     for unit, scale in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if abs(nbytes) >= scale:
             return f"{exact} ({nbytes / scale:.2f} {unit})"

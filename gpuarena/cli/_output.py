@@ -25,6 +25,7 @@ from gpuarena.errors import BackendError, DeviceMismatchError
 __all__ = [
     "console_beside",
     "examples",
+    "megabytes",
     "needs",
     "plain_table",
     "print_json",
@@ -174,6 +175,11 @@ def needs(extra: str, command: str) -> Iterator[None]:
         raise BackendError(
             f"gpuarena {command} needs the {extra} extra: pip install 'gpuarena[cli,{extra}]' ({error})"
         ) from error
+
+
+def megabytes(nbytes: float) -> str:
+    """Return a byte count for a column of megabytes of 10**6 bytes."""
+    return f"{nbytes / 1e6:.1f}"
 
 
 def usable_device(device: str | None) -> str:

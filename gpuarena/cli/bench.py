@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from gpuarena._files import check_replaceable
-from gpuarena.cli._output import console_beside, needs, plain_table, usable_device, write_json
+from gpuarena.cli._output import console_beside, megabytes, needs, plain_table, usable_device, write_json
 from gpuarena.cli.compare import bench_compare
 
 __all__ = ["bench_app"]
@@ -195,7 +195,7 @@ def bench_attention(
 #: What rows may hold besides times: the heading, and how a figure reads.
 _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "write_amplification": ("x written", "{:.2f}".format),
-    "peak_nbytes": ("peak, MB", lambda nbytes: f"{nbytes / 1e6:.1f}"),
+    "peak_nbytes": ("peak, MB", megabytes),
     "allocated_nbytes": ("allocated, B", "{:.0f}".format),
     "bytes_per_token": ("B/token", "{:.0f}".format),
 }

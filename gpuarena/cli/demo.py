@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpuarena._units import format_nbytes
-from gpuarena.cli._output import needs, plain_table, print_json, usable_device
+from gpuarena.cli._output import megabytes, needs, plain_table, print_json, usable_device
 
 if TYPE_CHECKING:
     from gpuarena.demo.run import Column, Report
@@ -96,18 +96,14 @@ def _demo_table(report: Report) -> Table:
     )
     deepcopy_s = report.deepcopy_first_token_s
     table.add_row("  by deepcopy", "", f"{deepcopy_s:.3f}", "", f"{deepcopy_s / firsts[0]:.2f}x")
-    table.add_row("K/V reserved, MB", *(_megabytes(c.reserved_nbytes) for c in report.columns))
+    table.add_row("K/V reserved, MB", *(megabytes(c.reserved_nbytes) for c in report.columns))
     table.add_row(
-        "  in use", *("all, masked" if c is static else _megabytes(c.used_nbytes) for c in report.columns)
+        "  in use", *("all, masked" if c is static else megabytes(c.used_nbytes) for c in report.columns)
     )
-    table.add_row("  peak in a step", *(_megabytes(c.peak_nbytes) for c in report.columns))
+    table.add_row("  peak in a step", *(megabytes(c.peak_nbytes) for c in report.columns))
     table.add_row("allocated a token, bytes", *(f"{c.allocated_nbytes_per_token:,}" for c in report.columns))
     table.add_row("logits differ by", *(_difference(c, dynamic) for c in report.columns))
     return table
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f}"
 
 
 def _difference(column: Column, reference: Column) -> str:

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gpuarena.cli._output import needs, plain_table, print_json, printable
+from gpuarena._units import grouped
+from gpuarena.cli._output import megabytes, needs, plain_table, print_json, printable
 from gpuarena.errors import ArgumentError
 from gpuarena.kv import KVSpec
 
@@ -80,18 +81,18 @@ def size(
     console.print(f"[bold]{name}[/bold], {found['dtype']}, {found['source']}", highlight=False)
     console.print(_kinds_table(found))
     total = found["nbytes"] + found["scratch_nbytes"]
-    parts = f"{_grouped(found['bytes_per_token'])} bytes a token"
+    parts = f"{grouped(found['bytes_per_token'])} bytes a token"
     if found["state_nbytes"]:
-        parts += f", {_grouped(found['state_nbytes'])} bytes a sequence whatever its length"
+        parts += f", {grouped(found['state_nbytes'])} bytes a sequence whatever its length"
     console.print(parts, highlight=False)
     scratch = (
-        f", of which {_megabytes(found['scratch_nbytes'])} MB to move rows" if found["scratch_nbytes"] else ""
+        f", of which {megabytes(found['scratch_nbytes'])} MB to move rows" if found["scratch_nbytes"] else ""
     )
-    each = f"{_grouped(n_tokens)} tokens x {rows} {'row' if rows == 1 else 'rows'}"
-    console.print(f"{each}: {_megabytes(total)} MB{scratch}", highlight=False)
+    each = f"{grouped(n_tokens)} tokens x {rows} {'row' if rows == 1 else 'rows'}"
+    console.print(f"{each}: {megabytes(total)} MB{scratch}", highlight=False)
     longest = found["max_length"]
     if longest is not None and n_tokens > longest:
-        console.print(f"[yellow]the model was made for {_grouped(longest)} tokens[/yellow]", highlight=False)
+        console.print(f"[yellow]the model was made for {grouped(longest)} tokens[/yellow]", highlight=False)
     console.print(_fits_table(found))
     console.print(
         "GB are 10**9 bytes. A prompt needs room besides: ArenaCache.for_model(model) measures how much.",
@@ -233,10 +234,10 @@ def _kinds_table(found: dict[str, Any]) -> Table:
             _KINDS[one["kind"]] + (f" {windows}" if windows else ""),
             str(one["n_layers"]),
             ", ".join(one["heads_and_dims"]),
-            _grouped(one["bytes_per_token"]),
-            _megabytes(one["nbytes"]),
+            grouped(one["bytes_per_token"]),
+            megabytes(one["nbytes"]),
         ]
-        table.add_row(*cells, *([_megabytes(one["visible_nbytes"])] if has_windows else []))
+        table.add_row(*cells, *([megabytes(one["visible_nbytes"])] if has_windows else []))
     return table
 
 
@@ -258,12 +259,4 @@ def _fits_table(found: dict[str, Any]) -> Table:
 def _tokens(n_tokens: int | None) -> str:
     if n_tokens is None:
         return "any number"
-    return _grouped(n_tokens) if n_tokens else "none"
-
-
-def _grouped(number: int) -> str:
-    return f"{number:,}".replace(",", " ")
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f}"
+    return grouped(n_tokens) if n_tokens else "none"

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from gpuarena._units import grouped
 from gpuarena.simulate.result import Result
 
 __all__ = [
@@ -27,15 +28,6 @@ __all__ = [
 
 #: Of a line of prose; more, and fewer, is hard to read.
 MOST_LETTERS, _LEAST_LETTERS = 100, 20
-
-
-def grouped(number: int) -> str:
-    """Return an integer with its thousands apart.
-
-    >>> grouped(12736)
-    '12 736'
-    """
-    return f"{number:,}".replace(",", " ")
 
 
 def count(number: int, noun: str) -> str:

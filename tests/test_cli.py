@@ -95,7 +95,7 @@ def test_bench_decode_writes_what_it_prints(gpuarena, tmp_path):
     assert "ArenaCache + gpuarena" in done.stderr
     for result in (written, json.loads(done.stdout)):
         assert result["benchmark"] == "decode"
-        assert [one["n_tokens"] for one in result["results"]] == [32, 64]
+        assert [one["n_tokens"] for one in result["groups"]] == [32, 64]
 
 
 def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(gpuarena, tmp_path):

@@ -82,8 +82,8 @@ def test_the_figures_are_those_of_the_files():
     expected = []
     for path in sorted((README.parent / "docs" / "benchmarks").glob("*-cpu-decode-*.json")):
         result = json.loads(path.read_text())
-        for one in result["results"]:
-            ratios = [f"{one['variants'][name]['ratio_to_ours']:.2f}" for name in names]
+        for one in result["groups"]:
+            ratios = [f"{one['rows'][name]['ratio']:.2f}" for name in names]
             expected.append([f"{result['geometry']['dtype']}, {one['n_tokens']} tokens", *ratios])
     rows = re.findall(r"^\| (\w+, \d+ tokens) \| (.*) \|$", README.read_text(encoding="utf-8"), re.M)
     assert [[title, *cells.split(" | ")] for title, cells in rows] == expected

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from gpuarena.bench._kv_meter import TrafficMeter
-from gpuarena.bench._kv_setup import Group, Setup, Variant, group, halves, transformers_or_none
+from gpuarena.bench._kv_setup import Setup, halves, transformers_or_none
 from gpuarena.bench._kv_stores import (
     Arenas,
     Cat,
@@ -23,6 +23,7 @@ from gpuarena.bench._kv_stores import (
     growing_cache,
     tokens_of,
 )
+from gpuarena.bench.harness import Group, Variant
 
 __all__ = ["OURS", "append_groups", "loop_groups"]
 
@@ -104,7 +105,7 @@ def _append_group(setup: Setup, n_held: int) -> Group:
     growing = growing_cache(setup, room)
     if growing is not None:
         variants["KVCache, token-major, growing"] = variant(Arenas(growing))
-    return group(f"append a token, {n_held} held, {setup.layers} layers", variants, OURS, setup)
+    return setup.group(f"append a token, {n_held} held, {setup.layers} layers", variants, OURS)
 
 
 def _oracle(prompt: list[Any], tokens: list[Token], n_new: int) -> list[tuple[Any, Any]]:
@@ -158,7 +159,7 @@ def _loop_group(setup: Setup, n: int, with_cat: bool) -> Group:
         for name, store in stores.items()
     }
     few = dataclasses.replace(setup, rounds=min(setup.rounds, 3)) if n > 2048 else setup
-    return group(f"all appends of {n} tokens, {setup.layers} layers", variants, OURS, few)
+    return few.group(f"all appends of {n} tokens, {setup.layers} layers", variants, OURS)
 
 
 def _present(cache: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gpuarena.bench._kv_setup import WrongDataError
+from gpuarena.bench.harness import WrongDataError
 from gpuarena.bench.memory import AllocationMeter
 
 __all__ = ["TrafficMeter"]

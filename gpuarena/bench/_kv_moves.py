@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from gpuarena.arena import Arena
-from gpuarena.bench._kv_setup import Group, Setup, Variant, group, halves, transformers_or_none
+from gpuarena.bench._kv_setup import Setup, halves, transformers_or_none
 from gpuarena.bench._kv_stores import Token, tokens_of
+from gpuarena.bench.harness import Group, Variant
 from gpuarena.bench.memory import AllocationMeter
 from gpuarena.kv import KVCache
 
@@ -81,11 +82,8 @@ def reorder_group(setup: Setup, n_held: int) -> Group:
             figures=allocated["reorder"],
         ),
     }
-    return group(
-        f"reorder {len(_ROWS)} rows of {n_held} tokens, {setup.layers} layers",
-        variants,
-        "KVCache.reorder",
-        setup,
+    return setup.group(
+        f"reorder {len(_ROWS)} rows of {n_held} tokens, {setup.layers} layers", variants, "KVCache.reorder"
     )
 
 
@@ -150,11 +148,10 @@ def keep_group(setup: Setup, n_held: int, page_size: int = 16) -> Group:
         ),
         **_paged_variants(setup, prompt, token, page_size, with_token),
     }
-    return group(
+    return setup.group(
         f"answer again from {n_held} tokens, {setup.layers} layers",
         variants,
         "checkpoint, append a token, rollback",
-        setup,
     )
 
 
@@ -221,8 +218,8 @@ def truncate_group(setup: Setup, lengths: tuple[int, ...]) -> Group:
     variants: dict[str, Variant] = {}
     for n_held in lengths:
         variants.update(_cuts(setup, n_held))
-    return group(
-        f"go back by a token, {setup.layers} layers", variants, f"KVCache.truncate, {lengths[0]} held", setup
+    return setup.group(
+        f"go back by a token, {setup.layers} layers", variants, f"KVCache.truncate, {lengths[0]} held"
     )
 
 

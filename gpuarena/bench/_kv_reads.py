@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from gpuarena.arena import Arena
-from gpuarena.bench._kv_setup import Group, Setup, Variant, group
+from gpuarena.bench._kv_setup import Setup
+from gpuarena.bench.harness import Group, Variant
 from gpuarena.kv import KVCache
 from gpuarena.kv.attention import attend
 
@@ -54,8 +55,8 @@ def _read_group(setup: Setup, n_held: int) -> Group:
         )
         for name, body in bodies.items()
     }
-    return group(
-        f"attention of one token, {n_held} held, 1 layer, {setup.q_heads} query heads", variants, VIEW, setup
+    return setup.group(
+        f"attention of one token, {n_held} held, 1 layer, {setup.q_heads} query heads", variants, VIEW
     )
 
 
@@ -82,11 +83,10 @@ def _quantized_group(setup: Setup, n_held: int) -> Group:
     variants = {VIEW: variant(None, _TOLERANCE[setup.dtype])}
     for storage, tolerance in _STORAGE_TOLERANCE.items():
         variants[f"{storage}, read, attend"] = variant(storage, tolerance)
-    return group(
+    return setup.group(
         f"attention over quantised tokens, {n_held} held, 1 layer, {setup.q_heads} query heads",
         variants,
         VIEW,
-        setup,
     )
 
 

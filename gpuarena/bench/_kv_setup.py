@@ -1,27 +1,19 @@
-"""What the groups of the KV-cache benchmark share: the geometry, the variants, their comparison and their timing."""
+"""What the groups of the KV-cache benchmark share: the geometry, and where and how long to measure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from gpuarena.arena import Arena
-from gpuarena.bench.harness import Timing, ratio
-from gpuarena.errors import ArenaError
+from gpuarena.bench import harness
+from gpuarena.bench.harness import Group, Variant
 from gpuarena.kv import KVCache, KVSpec
 
-__all__ = ["Setup", "Variant", "WrongDataError", "check", "group", "measure", "transformers_or_none"]
-
-Group = dict[str, Any]
-
-
-class WrongDataError(ArenaError, RuntimeError):
-    """A variant gave other keys, values or outputs than it should, so its time means nothing."""
+__all__ = ["Setup", "halves", "transformers_or_none"]
 
 
 @dataclass(frozen=True)
@@ -74,89 +66,11 @@ class Setup:
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
 
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to do what a group measures."""
-
-    body: Callable[[], Any]
-    """What is timed."""
-    n: int = 1
-    """Its time is divided by this: how many tokens or calls it is made of."""
-    ready: Callable[[], object] = lambda: None
-    """Called before each sample, and not timed: all that goes back to where `body` begins."""
-    wanted: Callable[[], Any] | None = None
-    """Returns the tensors that `body` has to give; None where there is nothing to compare."""
-    given: Callable[[Any], Any] = lambda value: value
-    """Takes the tensors to compare from what `body` returned."""
-    tolerance: float = 0.0
-    """Largest difference, as a part of the largest number wanted; 0 wants equal bits."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """What else is known of it, for the table."""
-
-
-def check(name: str, variant: Variant) -> None:
-    """Run a variant once and compare what it gives.
-
-    Raises
-    ------
-    WrongDataError
-    """
-    variant.ready()
-    value = variant.body()
-    if variant.wanted is None:
-        return
-    given, wanted = tree_leaves(variant.given(value)), tree_leaves(variant.wanted())
-    if len(given) != len(wanted):
-        raise WrongDataError(f"{name!r} gave {len(given)} tensors, {len(wanted)} are wanted")
-    for number, (one, other) in enumerate(zip(given, wanted, strict=True)):
-        if one.shape != other.shape:
-            raise WrongDataError(
-                f"{name!r} gave {list(one.shape)} as tensor {number}, {list(other.shape)} is wanted"
-            )
-        if variant.tolerance == 0:
-            is_right = torch.equal(one, other)
-        else:
-            difference = (one.float() - other.float()).abs().max()
-            is_right = bool(difference <= variant.tolerance * other.float().abs().max())
-        if not is_right:
-            raise WrongDataError(f"{name!r} gave wrong numbers in tensor {number}; it is not timed")
-
-
-def measure(variants: Mapping[str, Variant], setup: Setup, *, warmup: int = 1) -> dict[str, Timing]:
-    """Time every variant once a round as `interleave` does; seconds of one of its `n`."""
-    names = list(variants)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(warmup + setup.rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            variant = variants[name]
-            variant.ready()
-            setup.synchronize()
-            start = perf_counter()
-            variant.body()  # what it returns dies here, so freeing it is timed as well
-            setup.synchronize()
-            if number >= warmup:
-                samples[name].append((perf_counter() - start) / variant.n)
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
-
-
-def group(
-    title: str, variants: Mapping[str, Variant], reference: str, setup: Setup, *, warmup: int = 1
-) -> Group:
-    """Check all variants, time them, and return the figures for JSON and the table."""
-    for name, variant in variants.items():
-        check(name, variant)
-    timings = measure(variants, setup, warmup=warmup)
-    rows = {}
-    for name, timing in timings.items():
-        rows[name] = {
-            "median_s": timing.median,
-            "quartiles_s": list(timing.spread),
-            "ratio": ratio(timing, timings[reference]),
-            **variants[name].figures,
-        }
-    return {"title": title, "reference": reference, "rows": rows}
+    def group(self, title: str, variants: Mapping[str, Variant], reference: str, *, warmup: int = 1) -> Group:
+        """Check all variants, time them here, and return the figures."""
+        return harness.group(
+            title, variants, reference, rounds=self.rounds, warmup=warmup, synchronize=self.synchronize
+        )
 
 
 def halves(pairs: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -8,34 +8,31 @@ kinds, ours included, make the second look good.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from gpuarena import Arena
-from gpuarena.bench.harness import Timing, environment, interleave, ratio
-from gpuarena.errors import ArenaError
+from gpuarena.bench import harness
+from gpuarena.bench.environment import environment
+from gpuarena.bench.harness import Group, Variant, WrongDataError
 
-__all__ = ["WrongMemoryError", "run"]
+__all__ = ["WrongDataError", "run"]
 
 #: Allocations timed together; a single one is too short for the clock.
 _N = 200
 #: Allocations in a scope that repeats itself.
 _N_IN_SCOPE = 8
 _CAPACITY = "256MiB"
-
-
-class WrongMemoryError(ArenaError, RuntimeError):
-    """A variant gave memory that is not what was asked for, so its time means nothing."""
 
 
 def run(
@@ -66,7 +63,7 @@ def run(
     return {"benchmark": "alloc", "environment": environment(device), "rounds": rounds, "groups": groups}
 
 
-def _groups(device: str, rounds: int, quick: bool) -> Iterator[dict[str, Any]]:
+def _groups(device: str, rounds: int, quick: bool) -> Iterator[Group]:
     yield _group(
         "torch arrays, each time a new shape", _torch_new(device), "torch.empty", rounds, _N, _wait(device)
     )
@@ -97,21 +94,9 @@ def _group(
     rounds: int,
     n: int,
     synchronize: Callable[[], object] = lambda: None,
-) -> dict[str, Any]:
-    timings = interleave(variants, rounds=rounds, synchronize=synchronize)
-    return _result(title, timings, reference, n)
-
-
-def _result(title: str, timings: Mapping[str, Timing], reference: str, n: int) -> dict[str, Any]:
-    rows = {}
-    for name, timing in timings.items():
-        low, high = timing.spread
-        rows[name] = {
-            "median_s": timing.median / n,
-            "quartiles_s": [low / n, high / n],
-            "ratio": ratio(timing, timings[reference]),
-        }
-    return {"title": title, "reference": reference, "rows": rows}
+) -> Group:
+    found = {name: Variant(body, n) for name, body in variants.items()}
+    return harness.group(title, found, reference, rounds=rounds, warmup=2, synchronize=synchronize)
 
 
 def _wait(device: str) -> Callable[[], object]:
@@ -129,7 +114,7 @@ def _shapes() -> list[list[tuple[int, int]]]:
 
 def _check(array: Any, shape: tuple[int, ...]) -> None:
     if tuple(array.shape) != shape:
-        raise WrongMemoryError(f"asked for {shape}, got {tuple(array.shape)}")
+        raise WrongDataError(f"asked for {shape}, got {tuple(array.shape)}")
 
 
 def _torch_new(device: str) -> dict[str, Callable[[], object]]:
@@ -228,7 +213,7 @@ def _torch_repeated(device: str) -> dict[str, Callable[[], object]]:
         with arena.scope():
             addresses = [arena.empty(shape, dtype).data_ptr() for shape in shapes]
     if len(set(addresses)) < _N_IN_SCOPE:
-        raise WrongMemoryError("two arrays of a scope have the same address")
+        raise WrongDataError("two arrays of a scope have the same address")
     return {
         "torch.empty": empty,
         "tensor.data alone (the floor)": data,
@@ -326,7 +311,7 @@ def _recording(folder: Path) -> dict[str, Callable[[], object]]:
         body(sites=None)
     n_allocs = sum(event.kind == "alloc" for event in trace.events)
     if n_allocs != _N_IN_SCOPE * (_N // _N_IN_SCOPE):
-        raise WrongMemoryError(f"{n_allocs} allocations were recorded, of {_N}")
+        raise WrongDataError(f"{n_allocs} allocations were recorded, of {_N}")
     return variants
 
 
@@ -353,25 +338,32 @@ def _positions() -> dict[str, Callable[[], object]]:
     return variants
 
 
-def _drops(rounds: int, quick: bool) -> dict[str, Any]:
+def _drops(rounds: int, quick: bool) -> Group:
     """Time rollbacks that drop many regions; per region it should not depend on how many."""
     arena = Arena("64MiB", alignment=1)
     sizes = (10, 100, 1000) if quick else (10, 1000, 100_000)
-    samples: dict[int, list[float]] = {n: [] for n in sizes}
-    for _ in range(min(rounds, 9)):
-        for n in sizes:
-            repeats = max(1, 1000 // n)
-            taken = 0.0
-            for _ in range(repeats):
-                start = arena.checkpoint()
-                for _ in range(n):
-                    arena.alloc(1, "uint8")
-                began = time.perf_counter()
-                arena.rollback(start)
-                taken += time.perf_counter() - began
-            samples[n].append(taken / repeats / n)
-    timings = {f"{n} regions dropped, each": Timing(tuple(values)) for n, values in samples.items()}
-    return _result("rollback, per region dropped", timings, f"{sizes[0]} regions dropped, each", 1)
+
+    def drop(n: int) -> float:
+        """Return the seconds of rollbacks that drop 1000 regions or more, each `n`."""
+        taken = 0.0
+        for _ in range(max(1, 1000 // n)):
+            start = arena.checkpoint()
+            for _ in range(n):
+                arena.alloc(1, "uint8")
+            began = perf_counter()
+            arena.rollback(start)
+            taken += perf_counter() - began
+        return taken
+
+    variants = {
+        f"{n} regions dropped, each": Variant(
+            functools.partial(drop, n), n * max(1, 1000 // n), seconds=lambda taken: float(taken)
+        )
+        for n in sizes
+    }
+    return harness.group(
+        "rollback, per region dropped", variants, next(iter(variants)), rounds=min(rounds, 9)
+    )
 
 
 def _overhead(n: int) -> dict[str, Any]:
@@ -393,26 +385,16 @@ def _overhead(n: int) -> dict[str, Any]:
     return {"title": "Python memory per live region", "reference": None, "rows": rows}
 
 
-def _imports(rounds: int) -> dict[str, Any]:
-    programs = {
-        "import numpy": "import numpy",
-        "import numpy, ml_dtypes": "import numpy, ml_dtypes",
-        "import gpuarena": "import gpuarena",
-    }
+def _imports(rounds: int) -> Group:
+    """Time imports, each in a process of its own, which measures itself."""
 
     def seconds_of(program: str) -> float:
         code = f"import time; a = time.perf_counter(); {program}; print(time.perf_counter() - a)"
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
         return float(done.stdout)
 
-    samples: dict[str, list[float]] = {name: [] for name in programs}
-    for number in range(rounds + 1):
-        for name, program in programs.items():
-            seconds = seconds_of(program)
-            if number:  # the first one may read from disk
-                samples[name].append(seconds)
-    timings = {name: Timing(tuple(values)) for name, values in samples.items()}
-    result = _result("import", timings, "import numpy", 1)
-    extra = [b - a for a, b in zip(samples["import numpy"], samples["import gpuarena"], strict=True)]
-    result["on_top_of_numpy_s"] = statistics.median(extra)
-    return result
+    variants = {
+        program: Variant(functools.partial(seconds_of, program), seconds=lambda taken: float(taken))
+        for program in ("import numpy", "import numpy, ml_dtypes", "import gpuarena")
+    }
+    return harness.group("import", variants, "import numpy", rounds=rounds)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpuarena.bench._kv_setup import Group, Setup, Variant, WrongDataError, group
-from gpuarena.bench.harness import environment
+from gpuarena.bench._kv_setup import Setup
+from gpuarena.bench.environment import environment
+from gpuarena.bench.harness import Group, Variant, WrongDataError
 from gpuarena.bench.memory import AllocationMeter
 from gpuarena.errors import ArgumentError
 from gpuarena.kv import attention as kv_attention
@@ -210,7 +211,7 @@ def _group(
         )
         for name, body in bodies.items()
     }
-    return group(title, variants, reference, setup)
+    return setup.group(title, variants, reference)
 
 
 def _peak_nbytes(body: Callable[[], Any]) -> int:

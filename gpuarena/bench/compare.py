@@ -104,20 +104,16 @@ def _of_one(name: str, results: dict[str, Any]) -> Iterator[tuple[tuple[str, str
     for group in results.get("groups", []):
         reference = group.get("reference")
         if reference is not None:
-            yield from _rows(name, group["title"], group["rows"], reference, "ratio")
-    for result in results.get("results", []):  # of `decode`, whose rows are divided by the first
-        reference = next(iter(result["variants"]))
-        title = f"one step, {result['n_tokens']} tokens held"
-        yield from _rows(name, title, result["variants"], reference, "ratio_to_ours")
+            yield from _rows(name, group["title"], group["rows"], reference)
 
 
 def _rows(
-    name: str, title: str, rows: dict[str, Any], reference: str, key: str
+    name: str, title: str, rows: dict[str, Any], reference: str
 ) -> Iterator[tuple[tuple[str, str, str], Figure]]:
     base = _noise(rows[reference]) if reference in rows else 0.0
     for row, found in rows.items():
-        if row != reference and key in found:
-            yield (name, title, row), Figure(found[key], _noise(found) + base)
+        if row != reference and "ratio" in found:
+            yield (name, title, row), Figure(found["ratio"], _noise(found) + base)
 
 
 def _noise(row: dict[str, Any]) -> float:

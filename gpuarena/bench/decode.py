@@ -16,10 +16,11 @@ import torch
 from gpuarena.bench import _caches, _models
 from gpuarena.bench._caches import OURS, REFERENCE, VARIANTS, IdealCache
 from gpuarena.bench._models import Models
-from gpuarena.bench.harness import Timing, environment, interleave, ratio
-from gpuarena.errors import ArenaError, ArgumentError
+from gpuarena.bench.environment import environment
+from gpuarena.bench.harness import Group, WrongDataError, interleave, rows
+from gpuarena.errors import ArgumentError
 
-__all__ = ["LENGTHS", "OURS", "VARIANTS", "DisagreementError", "measure_step", "run"]
+__all__ = ["LENGTHS", "OURS", "VARIANTS", "WrongDataError", "measure_step", "run"]
 
 LENGTHS = (512, 4096, 16384)
 
@@ -29,10 +30,6 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 _WARMUP = 2
 
 
-class DisagreementError(ArenaError, RuntimeError):
-    """Two caches gave different logits, so their times mean nothing."""
-
-
 def run(
     *,
     device: str | None = None,
@@ -40,10 +37,10 @@ def run(
     lengths: Sequence[int] = LENGTHS,
     layers: int = 4,
     rounds: int = 9,
-    tiny: bool = False,
-    on_length: Callable[[dict[str, Any]], None] = lambda result: None,
+    quick: bool = False,
+    on_group: Callable[[Group], object] = lambda group: None,
 ) -> dict[str, Any]:
-    """Time a step at each length and return the figures; `on_length` sees each as it is ready.
+    """Time a step at each length and return the figures; `on_group` sees each as it is ready.
 
     Parameters
     ----------
@@ -55,12 +52,12 @@ def run(
         Of the model.
     rounds : int
         Timed steps of every variant.
-    tiny : bool
+    quick : bool
         A very small model, to try the script out.
 
     Raises
     ------
-    DisagreementError
+    WrongDataError
         The logits of two variants differ by more than rounding.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -68,18 +65,19 @@ def run(
         raise ArgumentError(f"dtype must be one of {', '.join(TOLERANCE)}, not {dtype!r}")
     if rounds < 1 or layers < 1 or not lengths or min(lengths) < 1:
         raise ArgumentError("rounds, layers and lengths must be positive")
-    geometry = _models.TINY if tiny else _models.GEOMETRY
+    geometry = _models.TINY if quick else _models.GEOMETRY
     models = _models.random_models(where, getattr(torch, dtype), layers, geometry)
-    results = []
+    groups = []
     for length in lengths:
-        result = measure_step(models, length, largest=max(lengths), rounds=rounds)
-        results.append(result)
-        on_length(result)
+        group = measure_step(models, length, largest=max(lengths), rounds=rounds)
+        groups.append(group)
+        on_group(group)
     return {
         "benchmark": "decode",
         "geometry": {**geometry, "num_hidden_layers": layers, "dtype": dtype},
         "environment": environment(str(where)),
-        "results": results,
+        "rounds": rounds,
+        "groups": groups,
     }
 
 
@@ -90,7 +88,7 @@ def measure_step(models: Models, length: int, *, largest: int, rounds: int, batc
 
     Raises
     ------
-    DisagreementError
+    WrongDataError
         The logits of two variants differ by more than rounding.
     """
     from gpuarena_transformers import cache_argument
@@ -122,11 +120,13 @@ def measure_step(models: Models, length: int, *, largest: int, rounds: int, batc
         synchronize=models.synchronize,
     )
     return {
+        "title": f"one step, {length} tokens held, batch {batch}",
+        "kind": "step",
         "n_tokens": length,
         "batch": batch,
         "capacity": capacity,
-        "logits_difference": difference,
-        "variants": {name: {**time.as_dict(), **_against(time, times)} for name, time in times.items()},
+        "reference": OURS,
+        "rows": rows(times, OURS, {name: {"logits_difference": value} for name, value in difference.items()}),
     }
 
 
@@ -138,12 +138,8 @@ def differences(logits: dict[str, torch.Tensor], length: int, dtype: str) -> dic
     }
     worst = max(difference, key=lambda name: difference[name])
     if not difference[worst] < TOLERANCE[dtype]:
-        raise DisagreementError(
+        raise WrongDataError(
             f"at {length} tokens the logits of {worst!r} are {difference[worst]:.3g} standard deviations away from "
             f"those of {REFERENCE!r}; {TOLERANCE[dtype]} is allowed in {dtype}"
         )
     return difference
-
-
-def _against(time: Timing, times: dict[str, Timing]) -> dict[str, float]:
-    return {"ratio_to_ours": ratio(time, times[OURS])}

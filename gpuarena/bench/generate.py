@@ -22,14 +22,12 @@ import torch
 from gpuarena.bench import _caches, _models, decode
 from gpuarena.bench._caches import OURS, VARIANTS
 from gpuarena.bench._models import Models
-from gpuarena.bench.decode import DisagreementError
-from gpuarena.bench.harness import Timing, environment, interleave, ratio
+from gpuarena.bench.environment import environment
+from gpuarena.bench.harness import Group, WrongDataError, interleave, rows
 from gpuarena.bench.memory import meter_updates
 from gpuarena.errors import ArgumentError
 
-__all__ = ["DisagreementError", "run"]
-
-Group = dict[str, Any]
+__all__ = ["WrongDataError", "run"]
 
 #: Steps in which the bytes of a cache are counted: enough for a static cache's first, which allocates, to be over.
 _METERED_STEPS = 3
@@ -76,7 +74,7 @@ def run(
 
     Raises
     ------
-    DisagreementError
+    WrongDataError
         The logits of two variants differ by more than rounding.
     ArgumentError
         Another dtype, a number below 1, or no length that the model can hold.
@@ -133,24 +131,8 @@ def _groups(
 def _steps(models: Models, length: int, largest: int, batch: int, rounds: int) -> Group:
     found = decode.measure_step(models, length, largest=largest, rounds=rounds, batch=batch)
     figures = _memory(models, length, found["capacity"], batch)
-    rows = {
-        name: {
-            "median_s": row["median_s"],
-            "quartiles_s": row["quartiles_s"],
-            "ratio": row["ratio_to_ours"],
-            **figures[name],
-        }
-        for name, row in found["variants"].items()
-    }
-    return {
-        "title": f"one step, {length} tokens held, batch {batch}",
-        "kind": "step",
-        "n_tokens": length,
-        "batch": batch,
-        "reference": OURS,
-        "logits_difference": found["logits_difference"],
-        "rows": rows,
-    }
+    found["rows"] = {name: {**row, **figures[name]} for name, row in found["rows"].items()}
+    return found
 
 
 def _memory(models: Models, length: int, capacity: dict[str, int], batch: int) -> dict[str, dict[str, float]]:
@@ -217,8 +199,7 @@ def _whole(models: Models, length: int, batch: int, new_tokens: int, rounds: int
         "batch": batch,
         "new_tokens": new_tokens,
         "reference": OURS,
-        "logits_difference": difference,
-        "rows": _rows(times, OURS),
+        "rows": rows(times, OURS, {name: {"logits_difference": value} for name, value in difference.items()}),
     }
 
 
@@ -260,7 +241,7 @@ def _again(models: Models, length: int, rounds: int) -> Group:
         arena.rollback(checkpoint)
         for layer, (keys, values) in zip(arena.layers, before, strict=True):
             if not (torch.equal(layer.keys, keys) and torch.equal(layer.values, values)):
-                raise DisagreementError(f"at {length} tokens a rollback did not bring the prompt back")
+                raise WrongDataError(f"at {length} tokens a rollback did not bring the prompt back")
         del before
         times = interleave(bodies, rounds=rounds, synchronize=models.synchronize)
     return {
@@ -269,16 +250,5 @@ def _again(models: Models, length: int, rounds: int) -> Group:
         "n_tokens": length,
         "batch": 1,
         "reference": "ArenaCache: checkpoint, rollback",
-        "rows": _rows(times, "ArenaCache: checkpoint, rollback"),
-    }
-
-
-def _rows(times: dict[str, Timing], reference: str) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            "median_s": time.median,
-            "quartiles_s": list(time.spread),
-            "ratio": ratio(time, times[reference]),
-        }
-        for name, time in times.items()
+        "rows": rows(times, "ArenaCache: checkpoint, rollback"),
     }

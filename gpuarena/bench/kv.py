@@ -16,8 +16,9 @@ import torch
 from gpuarena.bench._kv_append import append_groups, loop_groups
 from gpuarena.bench._kv_moves import move_groups
 from gpuarena.bench._kv_reads import quantized_groups, read_groups
-from gpuarena.bench._kv_setup import Group, Setup, WrongDataError
-from gpuarena.bench.harness import environment
+from gpuarena.bench._kv_setup import Setup
+from gpuarena.bench.environment import environment
+from gpuarena.bench.harness import Group, WrongDataError
 from gpuarena.errors import ArgumentError
 
 __all__ = ["CAT_LIMIT", "DTYPES", "WrongDataError", "run"]

@@ -46,8 +46,8 @@ def bench_decode(
         lengths=[32, 64] if quick else parsed,
         layers=layers,
         rounds=min(rounds, 3) if quick else rounds,
-        tiny=quick,
-        on_length=lambda one: console.print(_decode_table(one, dtype)),
+        quick=quick,
+        on_group=lambda group: console.print(_alloc_table(group)),
     )
     write_json(json_path, result, console)
 
@@ -198,14 +198,12 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "peak_nbytes": ("peak, MB", megabytes),
     "allocated_nbytes": ("allocated, B", "{:.0f}".format),
     "bytes_per_token": ("B/token", "{:.0f}".format),
+    "logits_difference": ("off by, std", "{:.1e}".format),
 }
 
 
 def _alloc_table(group: dict[str, Any]) -> Table:
-    title = group["title"]
-    if "on_top_of_numpy_s" in group:
-        title += f", {group['on_top_of_numpy_s'] * 1e3:.0f} ms on top of NumPy"
-    table = plain_table(title)
+    table = plain_table(group["title"])
     table.add_column("", overflow="fold")
     if group["reference"] is None:
         table.add_column("bytes", justify="right")
@@ -229,20 +227,3 @@ def _alloc_table(group: dict[str, Any]) -> Table:
 
 def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.2f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
-
-
-def _decode_table(result: dict[str, Any], dtype: str) -> Table:
-    table = plain_table(f"one decoding step, {result['n_tokens']} tokens held, {dtype}")
-    table.add_column("cache, attention", overflow="fold")
-    for title in ("median, ms", "quartiles", "x ours", "off by, std"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for name, figures in result["variants"].items():
-        low, high = figures["quartiles_s"]
-        table.add_row(
-            name,
-            f"{figures['median_s'] * 1e3:.2f}",
-            f"{low * 1e3:.2f} - {high * 1e3:.2f}",
-            f"{figures['ratio_to_ours']:.2f}",
-            f"{result['logits_difference'][name]:.1e}",
-        )
-    return table

@@ -35,7 +35,7 @@ def test_a_variant_with_the_wrong_memory_is_not_timed():
     class Wrong:
         shape = (3, 4)
 
-    with pytest.raises(alloc.WrongMemoryError, match=r"asked for \(3, 5\), got \(3, 4\)"):
+    with pytest.raises(alloc.WrongDataError, match=r"asked for \(3, 5\), got \(3, 4\)"):
         alloc._check(Wrong(), (3, 5))
 
 

@@ -14,16 +14,16 @@ from gpuarena.errors import ArgumentError  # noqa: E402
 def test_every_variant_is_timed_at_every_length():
     seen = []
     result = decode.run(
-        device="cpu", dtype="float32", lengths=[5, 9], layers=2, rounds=2, tiny=True, on_length=seen.append
+        device="cpu", dtype="float32", lengths=[5, 9], layers=2, rounds=2, quick=True, on_group=seen.append
     )
     json.dumps(result)
-    assert result["results"] == seen
+    assert result["groups"] == seen
     assert [one["n_tokens"] for one in seen] == [5, 9]
     for one in seen:
-        assert set(one["variants"]) == set(decode.VARIANTS)
-        assert all(len(v["samples"]) == 2 and v["median_s"] > 0 for v in one["variants"].values())
-        assert one["variants"][decode.OURS]["ratio_to_ours"] == 1.0
-        assert max(one["logits_difference"].values()) < 1e-3
+        assert set(one["rows"]) == set(decode.VARIANTS)
+        assert all(row["median_s"] > 0 for row in one["rows"].values())
+        assert one["rows"][decode.OURS]["ratio"] == 1.0
+        assert max(row["logits_difference"] for row in one["rows"].values()) < 1e-3
 
 
 def test_each_variant_runs_the_attention_in_its_name():
@@ -46,8 +46,8 @@ def test_caches_that_disagree_are_not_timed(monkeypatch):
         return update(self, keys, values + 0.5, *args, **kwargs)
 
     monkeypatch.setattr(ArenaCache, "update", wrong)
-    with pytest.raises(decode.DisagreementError, match="ArenaCache"):
-        decode.run(device="cpu", dtype="float32", lengths=[5], layers=2, rounds=1, tiny=True)
+    with pytest.raises(decode.WrongDataError, match="ArenaCache"):
+        decode.run(device="cpu", dtype="float32", lengths=[5], layers=2, rounds=1, quick=True)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_caches_that_disagree_are_not_timed(monkeypatch):
 )
 def test_bad_arguments_are_refused_before_a_model_is_built(bad):
     with pytest.raises(ArgumentError):
-        decode.run(**{"device": "cpu", "tiny": True, **bad})
+        decode.run(**{"device": "cpu", "quick": True, **bad})

@@ -49,14 +49,14 @@ def test_caches_that_disagree_are_not_timed(monkeypatch):
     monkeypatch.setattr(
         ArenaCache, "update", lambda self, k, v, *args, **kwargs: update(self, k, v + 0.5, *args, **kwargs)
     )
-    with pytest.raises(generate.DisagreementError, match="ArenaCache"):
+    with pytest.raises(generate.WrongDataError, match="ArenaCache"):
         generate.run(device="cpu", dtype="float32", quick=True)
 
 
 def test_the_ideal_cache_does_the_step_that_it_took():
     models = _models.random_models(torch.device("cpu"), torch.float32, 2, _models.TINY)
     found = decode.measure_step(models, 9, largest=9, rounds=1, batch=2)
-    assert found["logits_difference"]["ideal + gpuarena"] < 1e-4
+    assert found["rows"]["ideal + gpuarena"]["logits_difference"] < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gpuarena.bench.harness import Timing, environment, interleave, ratio
+from gpuarena.bench.environment import environment
+from gpuarena.bench.harness import Timing, interleave, ratio
 
 
 def test_every_variant_runs_once_a_round_and_the_order_rotates():

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import pytest
@@ -10,7 +9,8 @@ from typer.testing import CliRunner  # noqa: E402
 from gpuarena import Arena  # noqa: E402
 from gpuarena.bench import _kv_append, _kv_stores, kv  # noqa: E402
 from gpuarena.bench._kv_meter import TrafficMeter  # noqa: E402
-from gpuarena.bench._kv_setup import Setup, Variant, WrongDataError, check, group, measure  # noqa: E402
+from gpuarena.bench._kv_setup import Setup  # noqa: E402
+from gpuarena.bench.harness import Variant, WrongDataError, check, group, measure  # noqa: E402
 from gpuarena.cli import app  # noqa: E402
 from gpuarena.errors import ArgumentError  # noqa: E402
 from gpuarena.kv import KVCache  # noqa: E402
@@ -99,7 +99,7 @@ def test_a_variant_with_wrong_data_is_not_timed():
         "wrong": Variant(wrong, wanted=lambda: [torch.ones(2)]),
     }
     with pytest.raises(WrongDataError, match="'wrong' gave wrong numbers in tensor 0"):
-        group("numbers", variants, "right", SETUP)
+        group("numbers", variants, "right", rounds=1)
     assert calls == ["wrong"]
 
 
@@ -181,7 +181,7 @@ def test_growing_by_steps_writes_what_it_moves(step):
 
 def test_getting_ready_is_not_timed_and_time_is_per_step(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("gpuarena.bench._kv_setup.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("gpuarena.bench.harness.perf_counter", lambda: clock[0])
 
     def spend(seconds):
         clock[0] += seconds
@@ -190,11 +190,10 @@ def test_getting_ready_is_not_timed_and_time_is_per_step(monkeypatch):
         "one": Variant(lambda: spend(1.0), ready=lambda: spend(100.0)),
         "four": Variant(lambda: spend(2.0), 4),
     }
-    setup = dataclasses.replace(SETUP, rounds=3)
-    timings = measure(variants, setup)
+    timings = measure(variants, rounds=3)
     assert timings["one"].samples == (1.0, 1.0, 1.0)
     assert timings["four"].samples == (0.5, 0.5, 0.5)
-    rows = group("times", variants, "four", setup)["rows"]
+    rows = group("times", variants, "four", rounds=3)["rows"]
     assert (rows["one"]["ratio"], rows["four"]["ratio"]) == (2.0, 1.0)
     assert (rows["one"]["median_s"], rows["one"]["quartiles_s"]) == (1.0, [1.0, 1.0])
 

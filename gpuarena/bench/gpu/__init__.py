@@ -1,0 +1,1 @@
+"""What only a GPU can show: each check passes or fails, and gives figures."""

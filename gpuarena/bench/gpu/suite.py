@@ -50,7 +50,7 @@ def run(
     for check in checks():
         left = float("inf") if budget_s is None else budget_s - (time.monotonic() - began)
         if check.seconds > left:
-            result = {
+            result: dict[str, Any] = {
                 "title": check.title,
                 "passed": None,
                 "why": f"takes about {check.seconds:.0f} s, {max(left, 0):.0f} s of the budget were left",

@@ -20,6 +20,8 @@ from gpuarena.errors import (
 
 @pytest.fixture(params=["host", "torch"])
 def arena(request):
+    if request.param == "torch":
+        pytest.importorskip("torch")
     return Arena(1024, backend=request.param, alignment=64, name="scratch")
 
 

@@ -26,6 +26,8 @@ from gpuarena.testing import FakeDevice
 
 @pytest.fixture(params=["host", "torch"])
 def arena(request):
+    if request.param == "torch":
+        pytest.importorskip("torch")
     return Arena(4096, backend=request.param, alignment=64)
 
 
@@ -356,6 +358,8 @@ def test_arenas_that_do_not_fit_change_nothing():
     ],
 )  # fmt: skip
 def test_an_arena_of_its_own_is_large_enough_for_every_setting(n, nbytes, options):
+    if options.get("backend") == "torch":
+        pytest.importorskip("torch")
     steps = FrameArenas(n, nbytes, **options)
     for number in range(2 * n):
         region = steps.advance().alloc(nbytes, "uint8", fill=number)

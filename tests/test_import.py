@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 def modules_after(code):
     """Which of the big libraries are loaded after `code` in a new interpreter."""
@@ -50,6 +52,7 @@ with gpuarena.Arena("1MiB") as arena:
 
 
 def test_asking_for_a_backend_loads_its_library_and_no_other():
+    pytest.importorskip("torch")
     assert modules_after(
         "import gpuarena; gpuarena.Arena(64, backend='torch').alloc(4, 'float32', fill=0)"
     ) == {"torch"}

@@ -105,7 +105,11 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
             were advanced by then: `ArenaCache.rollback` brings them back.
         CheckpointError
             Such a step failed, and nobody rolled back.
+
+        Compiled code is interrupted here and appends as eager code does; `ArenaStaticCache` is for whole graphs.
         """
+        if torch.compiler.is_compiling():
+            return self._update_outside(key_states, value_states)
         cache = self._cache() if self._has_states else None
         if cache is not None:
             cache.states.check_whole()
@@ -122,6 +126,12 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     def lacks(self, kind: str) -> bool:
         """Return whether memory of a kind is still to be taken."""
         return kind == "kv" and self._kv is None
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]  # torch does not annotate it
+        reason="an ArenaCache appends outside of compiled code; ArenaStaticCache is made for whole graphs (fullgraph)"
+    )
+    def _update_outside(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Any:
+        return self.update(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens `update` will return for such a query, and the position of the first."""

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import families  # noqa: E402 - after the skips
 from families import CACHE, MODES, N_TOKENS, TOLERANCE, assert_same, generate  # noqa: E402
-from gpuarena_transformers import ArenaStaticCache  # noqa: E402
+from gpuarena_transformers import ArenaCache, ArenaStaticCache  # noqa: E402
 from gpuarena_transformers.static_layers import Slots  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from transformers import CompileConfig  # noqa: E402
@@ -212,3 +212,27 @@ def test_generate_finds_a_full_cache_before_the_compiled_step(auto_compile):
         generate(model, families.prompt(), n_new=4),
     )
     assert counter.frame_count == 1
+
+
+# -- the other cache ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly  # Dynamo traces each piece between two appends again: half a minute
+def test_compiled_code_is_interrupted_where_a_growing_cache_appends():
+    model, n_steps = families.model("llama"), 2
+    step = torch.compile(model.forward, backend="eager")
+    cache = ArenaCache(model.config, 2, CAPACITY)
+    with torch.no_grad():
+        logits = [step(input_ids=text()[:, :N_PROMPT], use_cache=True, **{CACHE: cache}).logits]
+        for at in range(N_PROMPT, N_PROMPT + n_steps):
+            logits.append(step(input_ids=text()[:, at : at + 1], use_cache=True, **{CACHE: cache}).logits)
+    found = torch.cat(logits, dim=1)
+    assert (found - expected("llama")[:, : found.shape[1]]).abs().max() < TOLERANCE
+    assert cache.stats.n_tokens == N_PROMPT + n_steps
+
+
+def test_a_whole_graph_over_a_growing_cache_is_refused_with_the_name_of_the_static_one():
+    model = families.model("llama")
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match="ArenaStaticCache"):
+        step(input_ids=text(), use_cache=True, **{CACHE: ArenaCache(model.config, 2, CAPACITY)})

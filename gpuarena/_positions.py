@@ -49,6 +49,8 @@ class Positions(State):
         with self._lock:
             if self._closed:
                 raise self._closed_error("checkpoint")
+            if self._pins is not None:
+                self._watch()  # what a capture that has ended keeps lies below, and does not end with the scope
             if side == "low":
                 stack = self._low
             else:

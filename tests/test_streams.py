@@ -324,6 +324,22 @@ def test_a_graph_replayed_on_another_stream_is_waited_for_when_its_memory_goes(d
     assert not device.races
 
 
+@pytest.mark.parametrize("way", ["scope", "checkpoint"])
+def test_what_a_capture_keeps_lies_below_a_position_taken_after_it(device, way):
+    arena = Arena(4096, backend=device)
+    with device.capture(device.stream("capturing")), arena.scope():
+        kept = arena.alloc(64, "uint8")
+    if way == "scope":
+        with arena.scope():
+            later = arena.alloc(64, "uint8")
+    else:
+        start = arena.checkpoint()
+        later = arena.alloc(64, "uint8")
+        arena.rollback(start)
+    assert later.offset >= kept.offset + 64
+    assert len(arena.pins) == 1
+
+
 def test_one_pin_is_enough_for_a_capture_with_many_allocations(device):
     arena = Arena(4096, backend=device)
     with device.capture(arena.stream):

@@ -10,6 +10,7 @@ from typing import Any
 from gpuarena.arena import Arena
 from gpuarena.errors import ArgumentError, ArgumentTypeError, LayerOrderError, refuse_copy
 from gpuarena.kv._layer import KVLayer
+from gpuarena.kv._whole import taken_whole
 from gpuarena.kv.full import FullLayer
 from gpuarena.kv.group import LayerGroup
 from gpuarena.kv.growing import GrowingLayer, Records
@@ -81,17 +82,17 @@ class KVCache(LayerGroup):
                 "backend='virtual', 'virtual:torch' or 'virtual:cupy'"
             )
         self._records: Records | None = None
-        start = arena.checkpoint()
-        try:
+        with taken_whole(arena, "KVCache", self._arena_nbytes):
             self._make_layers()
-        except BaseException:
-            arena.rollback(start)
-            raise
         owners = {layer.index: layer for layer in self._owned}
         self._layers: list[KVLayer | SharedView] = [
             SharedView(owners[layer.source], number) if isinstance(layer, SharedLayer) else owners[number]
             for number, layer in enumerate(spec.layers)
         ]
+
+    def _arena_nbytes(self) -> int:
+        size = (self.batch, self.max_tokens)
+        return self.spec.arena_nbytes(*size, alignment=self.arena.alignment, layout=self.layout)
 
     def _make_layers(self) -> None:
         arena, batch, max_tokens = self.arena, self.batch, self.max_tokens

@@ -98,7 +98,7 @@ def test_a_replayed_graph_reads_and_writes_the_addresses_it_was_captured_with(ca
     x, out = arena.alloc(256, "float32", fill=1), arena.alloc(256, "float32", fill=0)
     x.array.add_(0)  # so that nothing is made during the capture
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, start = torch.cuda.CUDAGraph(), arena.checkpoint()
     with torch.cuda.graph(graph), arena.scope():
         scratch = arena.alloc(256, "float32")
         torch.mul(x.array, 2, out=scratch.array)
@@ -107,8 +107,12 @@ def test_a_replayed_graph_reads_and_writes_the_addresses_it_was_captured_with(ca
     graph.replay()
     torch.cuda.synchronize()
     assert out.array.tolist() == [11] * 256
-    with arena.scope():
-        assert arena.alloc(256, "float32").address == scratch.address
+    with arena.scope():  # the graph keeps its scratch
+        assert arena.alloc(256, "float32").address >= scratch.address + scratch.nbytes
+    [pin] = arena.pins
+    pin.release()
+    arena.rollback(start)
+    assert arena.alloc(256, "float32").address == scratch.address
 
 
 def test_the_device_memory_comes_back_when_the_last_array_goes(case):

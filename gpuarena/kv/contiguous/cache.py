@@ -18,6 +18,7 @@ from gpuarena.errors import (
     refuse_copy,
 )
 from gpuarena.kv._ops import ops_for
+from gpuarena.kv._whole import taken_whole
 from gpuarena.kv.contiguous._buddy import Buddy
 from gpuarena.kv.contiguous._diagnosis import Compaction, Diagnosis, compaction_for_longest, diagnose
 from gpuarena.kv.contiguous._free_list import FreeList
@@ -146,8 +147,11 @@ class ContiguousKVCache:
         self.policy = policy
         self._ops = ops_for(arena, 1)
         self._layers: list[SlotLayer | None] = [None] * len(spec.layers)  # None for a SharedLayer
-        start = arena.checkpoint()
-        try:
+
+        def nbytes() -> int:
+            return self.arena_nbytes(spec, capacity_tokens=self.capacity_tokens, alignment=arena.alignment)
+
+        with taken_whole(arena, "ContiguousKVCache", nbytes):
             for turn, (index, layer) in enumerate(spec.owned):
                 self._layers[index] = SlotLayer(arena, index, turn, layer, self.capacity_tokens, self._ops)
             self._owned = [layer for layer in self._layers if layer is not None]
@@ -158,9 +162,6 @@ class ContiguousKVCache:
                 label="scratch",
             )
             self._ops.reach(self.capacity_tokens)
-        except BaseException:
-            arena.rollback(start)
-            raise
         self._slots = _POLICIES[policy](self.capacity_tokens)
         self._pieces: dict[int, Piece] = {}  # by first slot
         self._n_requests = self._n_moved = self._n_copied = self._high_water = 0

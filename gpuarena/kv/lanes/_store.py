@@ -11,6 +11,7 @@ from typing import Any
 from gpuarena._bump import align_up
 from gpuarena.arena import Arena
 from gpuarena.kv._ops import Ops
+from gpuarena.kv._whole import taken_whole
 from gpuarena.kv.lanes._arrays import Lanes, arrays_for, index_sizes
 from gpuarena.kv.spec import SCRATCH_ALIGNMENT, KVSpec, LayerSpec
 from gpuarena.region import Region
@@ -58,8 +59,7 @@ class LaneStore:
     def __init__(self, arena: Arena, spec: KVSpec, lanes: int, max_tokens: int, ops: Ops) -> None:
         self._rows = (lanes, max_tokens)
         align = max(arena.alignment, SCRATCH_ALIGNMENT)
-        start = arena.checkpoint()
-        try:
+        with taken_whole(arena, "LaneCache", lambda: arena_nbytes(spec, lanes, max_tokens, arena.alignment)):
             self.layers = {
                 number: _Layer(arena, number, layer, lanes, max_tokens) for number, layer in spec.owned
             }
@@ -70,9 +70,6 @@ class LaneStore:
             self._scratch = arena.alloc(
                 scratch_nbytes(spec, lanes, max_tokens), "uint8", align=align, label="scratch"
             )
-        except BaseException:
-            arena.rollback(start)
-            raise
         self._published: Lanes | None = (0,) * lanes
 
     def check(self) -> None:

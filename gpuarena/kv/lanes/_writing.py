@@ -47,6 +47,8 @@ class LaneWriting(LaneReading):
         CapacityError
             A lane is full; nothing is written in the others either.
 
+        Notes
+        -----
         Everything is checked before the first byte is written; the cache is unchanged on error.
         """
         number = self._own_layer(layer)

@@ -246,6 +246,8 @@ class LaneCache(LaneWriting):
         LayerOrderError
             A step is under way.
 
+        Notes
+        -----
         What `rotate` raises passes through. Unchanged on error: while it runs there is a copy of the keys it may
         change, outside of the arena. Checkpoints at more than `start` tokens die.
         """

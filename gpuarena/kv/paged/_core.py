@@ -57,7 +57,10 @@ class TokenSlots:
 
 
 class Core:
-    """Pages and their memory. Sequences refer to this and not to the cache, so that no cycle keeps memory."""
+    """Pages and their memory. Sequences refer to this and not to the cache, so that no cycle keeps memory.
+
+    Whoever makes one rolls the arena back if that raises.
+    """
 
     def __init__(
         self, arena: Arena, spec: KVSpec, *, num_pages: int, page_size: int, layout: str, gather_tokens: int
@@ -71,25 +74,20 @@ class Core:
         self.open_steps: set[Any] = set()
         self.layers: dict[int, LayerPages] = {}
         self.gatherer: Gatherer | None = None
-        start = arena.checkpoint()
-        try:
-            for number, layer in spec.owned:
-                with self.ops.normal_mode():
-                    self.layers[number] = LayerPages(
-                        arena, self.ops, number, layer, layout, self.pool.n_pages, page_size
-                    )
-            self.last_region = self.layers[max(self.layers)].pools[-1].region
-            self.scratch_nbytes = scratch_nbytes(spec, gather_tokens)
-            if gather_tokens:
-                from gpuarena.kv.paged._gather import Gatherer
+        for number, layer in spec.owned:
+            with self.ops.normal_mode():
+                self.layers[number] = LayerPages(
+                    arena, self.ops, number, layer, layout, self.pool.n_pages, page_size
+                )
+        self.last_region = self.layers[max(self.layers)].pools[-1].region
+        self.scratch_nbytes = scratch_nbytes(spec, gather_tokens)
+        if gather_tokens:
+            from gpuarena.kv.paged._gather import Gatherer
 
-                align = max(arena.alignment, SCRATCH_ALIGNMENT)
-                scratch = arena.alloc(self.scratch_nbytes, "uint8", align=align, label="gather")
-                self.gatherer = Gatherer(self.ops, scratch.array, layout, page_size, gather_tokens)
-                self.last_region = scratch  # a rollback that takes any region takes the last one
-        except BaseException:
-            arena.rollback(start)
-            raise
+            align = max(arena.alignment, SCRATCH_ALIGNMENT)
+            scratch = arena.alloc(self.scratch_nbytes, "uint8", align=align, label="gather")
+            self.gatherer = Gatherer(self.ops, scratch.array, layout, page_size, gather_tokens)
+            self.last_region = scratch  # a rollback that takes any region takes the last one
         self.owned = tuple(self.layers)  # their numbers in order
         self.page_nbytes = spec.bytes_per_token * page_size
 

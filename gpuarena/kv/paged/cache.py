@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuarena._bump import align_up
 from gpuarena.errors import ArgumentError, SequenceError, refuse_copy
+from gpuarena.kv._whole import taken_whole
 from gpuarena.kv.paged._core import SCRATCH_ALIGNMENT, Core, scratch_nbytes
 from gpuarena.kv.paged._read import attend
 from gpuarena.kv.paged._sequence import Sequence, SequenceCheckpoint
@@ -104,9 +105,13 @@ class PagedKVCache:
         gather_tokens = _gather_tokens(num_pages, page_size, gather_tokens, arena.backend == "torch")
         check_layout(layout)
         _check_spec(spec)
-        self._core = Core(
-            arena, spec, num_pages=num_pages, page_size=page_size, layout=layout, gather_tokens=gather_tokens
-        )
+        sizes = {"num_pages": num_pages, "page_size": page_size, "gather_tokens": gather_tokens}
+
+        def nbytes() -> int:
+            return self.arena_nbytes(spec, alignment=arena.alignment, **sizes)
+
+        with taken_whole(arena, "PagedKVCache", nbytes):
+            self._core = Core(arena, spec, layout=layout, **sizes)
         self.arena = arena
         self.spec = spec
         self.layout = layout

@@ -55,7 +55,7 @@ class Timing:
         """Lower and upper quartile in seconds."""
         if len(self.samples) < 2:
             return self.samples[0], self.samples[0]
-        low, _, high = statistics.quantiles(self.samples, n=4)
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")  # within the samples
         return low, high
 
 

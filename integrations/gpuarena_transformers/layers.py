@@ -106,10 +106,12 @@ class ArenaLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         CheckpointError
             Such a step failed, and nobody rolled back.
 
+        Notes
+        -----
         Compiled code is interrupted here and appends as eager code does; `ArenaStaticCache` is for whole graphs.
         """
         if torch.compiler.is_compiling():
-            return self._update_outside(key_states, value_states)
+            return self._update_outside(key_states, value_states)  # type: ignore[no-any-return]  # as below
         cache = self._cache() if self._has_states else None
         if cache is not None:
             cache.states.check_whole()

@@ -463,6 +463,8 @@ class Arena(Allocation):
         ArenaClosedError, OSError
             The arena is closed; the file cannot be written.
 
+        Notes
+        -----
         See `gpuarena.observe.dump_snapshot` for several arenas in one file.
         """
         from gpuarena.observe.snapshot import dump_snapshot

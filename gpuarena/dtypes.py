@@ -77,6 +77,8 @@ class DType:
     numpy : numpy.dtype or None
         The NumPy or ml_dtypes type, None where there is none (torch's ``bits8``).
 
+    Notes
+    -----
     A `DType` equals whatever `as_dtype` turns into it: ``region.dtype == "bfloat16"``, ``== torch.bfloat16``.
     """
 
@@ -138,6 +140,10 @@ def _build() -> dict[str, DType]:
 _TABLE: dict[str, DType] = _build()
 
 
+#: Short names that mean the same wherever they are used; what NumPy and torch read differently ("float") is NumPy's.
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
 def known_names() -> tuple[str, ...]:
     """Return the canonical names of the table; NumPy's structured, text and time types work on top of it."""
     return tuple(_TABLE)
@@ -155,8 +161,10 @@ def _lookup(dtype: Any) -> DType:
                 f"{dtype} cannot be kept in an arena: it carries quantisation parameters", dtype=name
             )
         return _TABLE[name]
-    if isinstance(dtype, str) and dtype in _TABLE:
-        return _TABLE[dtype]
+    if isinstance(dtype, str):
+        name = _ALIASES.get(dtype, dtype)
+        if name in _TABLE:
+            return _TABLE[name]
     if dtype is None:
         raise DTypeError("dtype None: say which, for example 'float32'")
     if isinstance(dtype, np.dtype) and dtype.fields is not None:
@@ -164,8 +172,22 @@ def _lookup(dtype: Any) -> DType:
     try:
         found = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError) as error:
-        raise DTypeError(f"unknown dtype {dtype!r}; known are {', '.join(_TABLE)} and NumPy's own") from error
+        raise DTypeError(f"unknown dtype {dtype!r}; {_advice(dtype)}") from error
     return _from_numpy(found)
+
+
+def _advice(dtype: Any) -> str:
+    """Return what to give in place of an unknown dtype."""
+    if isinstance(dtype, int):
+        return "a shape of several dimensions is one tuple: alloc((4, 4), 'float32')"
+    near = []
+    if isinstance(dtype, str):
+        import difflib
+
+        near = difflib.get_close_matches(dtype.lower().removeprefix("torch."), [*_TABLE, *_ALIASES], n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return "for example 'float32', 'bfloat16' or 'int8'; gpuarena.dtypes.known_names() has all, besides NumPy's own"
 
 
 def _from_numpy(found: np.dtype[Any]) -> DType:
@@ -195,6 +217,8 @@ def as_dtype(dtype: Any) -> DType:
         Unknown; or a type that is not plain bytes in native order: objects, sub-arrays, the other byte
         order, torch's quantised types.
 
+    Examples
+    --------
     >>> as_dtype(float).name
     'float64'
     """

@@ -44,6 +44,8 @@ class Region:
     dtype : DType
     label : str or None
 
+    Notes
+    -----
     These stay readable when the region is stale.
     """
 
@@ -383,7 +385,7 @@ class Region:
         return f"region{label} {self.dtype}{list(self.shape)} at offset {self.offset}{where}"
 
     def __repr__(self) -> str:
-        return f"<{self._describe()}, {'live' if self.is_live else 'stale'}>"
+        return f"<{self._describe().rstrip(',')}, {'live' if self.is_live else 'stale'}>"
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)
@@ -392,8 +394,12 @@ class Region:
 
     def __dlpack__(self, **options: Any) -> Any:
         """Export the bytes without a copy, by the library that made them (DLPack 1.x where it has that)."""
-        array = self.array
+        array: Any = self.array
+        numpy: Any = self.dtype.numpy
         try:
+            # Of ml_dtypes; CuPy goes by the kind, and would say that it is a float of 8 bits, which nobody can take.
+            if self._arena._backend.name == "cupy" and (numpy.kind, numpy.isbuiltin) == ("f", 2):
+                raise BufferError(f"CuPy cannot export {self.dtype}")
             return array.__dlpack__(**options)
         except BufferError:
             if self._arena._backend.name == "torch" or "torch" not in sys.modules:

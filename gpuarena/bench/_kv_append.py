@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from gpuarena.bench._collect import Maker, reason
 from gpuarena.bench._kv_meter import TrafficMeter
 from gpuarena.bench._kv_setup import Setup, halves, transformers_or_none
 from gpuarena.bench._kv_stores import (
@@ -23,19 +25,19 @@ from gpuarena.bench._kv_stores import (
     growing_cache,
     tokens_of,
 )
-from gpuarena.bench.harness import Group, Variant
+from gpuarena.bench.harness import Group, Variant, WrongDataError
 
-__all__ = ["OURS", "append_groups", "loop_groups"]
+__all__ = ["OURS", "append_groups", "launches", "lengths", "loop_groups", "oracle", "steps"]
 
 OURS = "KVCache.append"
 CAT = "torch.cat"
 
 #: Steps in a sample, where a step takes some 100 us.
-_N_STEPS = 32
+N_STEPS = 32
 #: Steps in a sample of what takes up to 100 ms a step.
-_N_SLOW_STEPS = 4
+N_SLOW_STEPS = 4
 #: Tokens that the loops append again and again, so that a loop of thousands does not begin with making them.
-_N_TOKENS = 64
+N_TOKENS = 64
 #: int8 is off by half a step of 1/127 of the largest number in each token and head; bfloat16 by 2**-8.
 _INT8_TOLERANCE = 0.01
 
@@ -45,28 +47,36 @@ StoreOf = Callable[[], Stepping]
 # -- one token ----------------------------------------------------------------------------------------------------
 
 
-def append_groups(setup: Setup) -> Iterator[Group]:
+def append_groups(setup: Setup) -> Iterator[Maker]:
     """Time appending one token to all layers with the views that attention reads, at several lengths."""
-    for n_held in (16, 32, 64) if setup.quick else (512, 2048, 8192):
-        yield _append_group(setup, n_held)
+    for n_held in lengths(setup):
+        yield f"append a token, {n_held} held, {setup.layers} layers", partial(_append_group, setup, n_held)
 
 
-def _append_group(setup: Setup, n_held: int) -> Group:
+def lengths(setup: Setup) -> tuple[int, ...]:
+    """Return the numbers of tokens that are held before an append."""
+    return (16, 32, 64) if setup.quick else (512, 2048, 8192)
+
+
+def _append_group(setup: Setup, n_held: int, title: str) -> Group:
     prompt = setup.pairs(n_held, seed=n_held)
-    tokens = tokens_of(setup, _N_TOKENS)
-    room = n_held + _N_STEPS
+    tokens = tokens_of(setup, N_TOKENS)
+    room = n_held + N_STEPS
     window = n_held // 2
     slack = max(1, window // 8)
 
-    def wanted(n_new: int, low: int = 0) -> list[Any]:
-        return [(keys[:, :, low:], values[:, :, low:]) for keys, values in _oracle(prompt, tokens, n_new)]
+    missing: dict[str, str] = {}
 
-    def variant(store: Store, n: int = _N_STEPS, **options: Any) -> Variant:
+    def wanted(n_new: int, low: int = 0) -> list[Any]:
+        return [(keys[:, :, low:], values[:, :, low:]) for keys, values in oracle(prompt, tokens, n_new)]
+
+    def variant(store: Store, n: int = N_STEPS, *, n_counted: int = 1, **options: Any) -> Variant:
         store.hold(prompt)
         return Variant(
-            partial(_steps, store, tokens, n),
+            partial(steps, store, itertools.cycle(tokens), n),
             n,
             ready=store.back,
+            figures=launches(setup, store, tokens, n_counted, missing),
             **{"wanted": partial(wanted, n), **options},
         )
 
@@ -76,8 +86,8 @@ def _append_group(setup: Setup, n_held: int) -> Group:
         # Each step copies the prompt and one token.
         CAT: variant(
             Cat(setup, keeps=False),
-            _N_SLOW_STEPS,
-            wanted=lambda: _oracle(prompt, tokens[_N_SLOW_STEPS - 1 :], 1),
+            N_SLOW_STEPS,
+            wanted=lambda: oracle(prompt, tokens[N_SLOW_STEPS - 1 :], 1),
         ),
         "index_copy_, position ready, no view": variant(no_view, given=lambda _: no_view.held()),
         "index_copy_, position ready": variant(HandWritten(setup, room, "index_copy")),
@@ -87,11 +97,12 @@ def _append_group(setup: Setup, n_held: int) -> Group:
         f"KVCache, window {window}, slack {slack}": variant(
             Window(setup.cache(setup.spec(window=window, slack=slack), n_held + slack)),
             slack,  # so that each sample moves the window once
+            n_counted=slack,
             wanted=partial(wanted, slack, n_held + slack - window),
         ),
         "KVCache, int8": variant(
             Arenas(quantised),
-            _N_SLOW_STEPS,
+            N_SLOW_STEPS,
             tolerance=_INT8_TOLERANCE,
             # What append returned of a layer was valid until the next one.
             given=lambda _: [[one.clone() for one in quantised.read(i)] for i in range(setup.layers)],
@@ -105,10 +116,11 @@ def _append_group(setup: Setup, n_held: int) -> Group:
     growing = growing_cache(setup, room)
     if growing is not None:
         variants["KVCache, token-major, growing"] = variant(Arenas(growing))
-    return setup.group(f"append a token, {n_held} held, {setup.layers} layers", variants, OURS)
+    group = setup.group(title, variants, OURS)
+    return {**group, "not_measured": missing} if missing else group
 
 
-def _oracle(prompt: list[Any], tokens: list[Token], n_new: int) -> list[tuple[Any, Any]]:
+def oracle(prompt: list[Any], tokens: list[Token], n_new: int) -> list[tuple[Any, Any]]:
     """Return keys and values of each layer: the prompt, and the first of `tokens` again and again."""
     import torch
 
@@ -120,25 +132,47 @@ def _oracle(prompt: list[Any], tokens: list[Token], n_new: int) -> list[tuple[An
     return halves(kept)
 
 
-def _steps(store: Stepping, tokens: list[Token], n: int) -> Any:
-    """Append `n` tokens; return what the last step did."""
-    step, n_tokens = store.step, len(tokens)
-    for number in range(n - 1):
-        step(tokens[number % n_tokens])
-    return step(tokens[(n - 1) % n_tokens])
+def steps(store: Stepping, turn: Iterator[Token], n: int) -> Any:
+    """Append the next `n` tokens; return what the last step did."""
+    step = store.step
+    for token in itertools.islice(turn, n - 1):
+        step(token)
+    return step(next(turn))
+
+
+def launches(
+    setup: Setup, store: Store, tokens: list[Token], n: int, missing: dict[str, str]
+) -> dict[str, float]:
+    """Count what appending a token makes the device do in one layer, as the mean of `n` steps.
+
+    Kernels and copies on a GPU, whose launches cost more than the few bytes that an append writes; operations of torch
+    on a CPU. Where they cannot be counted, `missing` is told why.
+    """
+    store.back()
+    try:
+        n_all = setup.device.launches(partial(steps, store, itertools.cycle(tokens), n))
+        if n_all == 0:
+            raise WrongDataError("the profiler saw none")
+    except Exception as error:  # a profiler needs more of a driver than anything else here
+        if not setup.device.is_gpu:
+            raise
+        missing["launches"] = reason(error)
+        return {}
+    return {"launches": n_all / n / setup.layers}
 
 
 # -- a loop -------------------------------------------------------------------------------------------------------
 
 
-def loop_groups(setup: Setup, cat_limit: int) -> Iterator[Group]:
+def loop_groups(setup: Setup, cat_limit: int) -> Iterator[Maker]:
     """Time and count loops from no token to n, taking the memory included; `torch.cat` up to `cat_limit` tokens."""
     for n in (8, 32) if setup.quick else (512, 2048, 8192):
-        yield _loop_group(setup, n, n <= cat_limit)
+        title = f"all appends of {n} tokens, {setup.layers} layers"
+        yield title, partial(_loop_group, setup, n, n <= cat_limit)
 
 
-def _loop_group(setup: Setup, n: int, with_cat: bool) -> Group:
-    prompt, tokens = setup.pairs(0, seed=0), tokens_of(setup, min(n, _N_TOKENS))
+def _loop_group(setup: Setup, n: int, with_cat: bool, title: str) -> Group:
+    prompt, tokens = setup.pairs(0, seed=0), tokens_of(setup, min(n, N_TOKENS))
     stores: dict[str, StoreOf] = {
         "cat, by 256 slots": lambda: Growing(setup, lambda held: held + 256),
         "doubling": lambda: Growing(setup, lambda held: max(1, 2 * held)),
@@ -153,13 +187,13 @@ def _loop_group(setup: Setup, n: int, with_cat: bool) -> Group:
     variants = {
         name: Variant(
             partial(_loop, store, tokens, n),
-            wanted=lambda: _oracle(prompt, tokens, n),
+            wanted=lambda: oracle(prompt, tokens, n),
             figures=count_traffic(setup, store, tokens, n),
         )
         for name, store in stores.items()
     }
     few = dataclasses.replace(setup, rounds=min(setup.rounds, 3)) if n > 2048 else setup
-    return few.group(f"all appends of {n} tokens, {setup.layers} layers", variants, OURS)
+    return few.group(title, variants, OURS)
 
 
 def _present(cache: Any) -> Any:
@@ -168,7 +202,7 @@ def _present(cache: Any) -> Any:
 
 
 def _loop(make: StoreOf, tokens: list[Token], n: int) -> Any:
-    return _steps(make(), tokens, n)
+    return steps(make(), itertools.cycle(tokens), n)
 
 
 def count_traffic(setup: Setup, make: StoreOf, tokens: list[Token], n: int) -> dict[str, float]:
@@ -179,7 +213,7 @@ def count_traffic(setup: Setup, make: StoreOf, tokens: list[Token], n: int) -> d
     """
     with TrafficMeter(setup.torch_dtype) as meter:
         store = make()
-        _steps(store, tokens, n)
+        steps(store, itertools.cycle(tokens), n)
         stored = n * sum(pair.numel() for pair in tokens[0].pairs)
         peak_nbytes = meter.peak_nbytes
         if isinstance(store, Arenas) and store.cache.arena.grows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,26 +11,32 @@ from typing import Any
 import torch
 
 from gpuarena.arena import Arena
+from gpuarena.bench._collect import Maker
 from gpuarena.bench._kv_setup import Setup, halves, transformers_or_none
 from gpuarena.bench._kv_stores import Token, tokens_of
 from gpuarena.bench.harness import Group, Variant
 from gpuarena.bench.memory import AllocationMeter
 from gpuarena.kv import KVCache
 
-__all__ = ["keep_group", "move_groups", "reorder_group", "truncate_group"]
+__all__ = ["move_groups"]
 
-#: Each row goes elsewhere, and none is lost, so that every call moves as much as the first.
-_ROWS = (2, 0, 3, 1)
+#: Orders that take turns. Each row goes elsewhere, and none is lost, so that every call moves as much as the first.
+_ROWS = ((2, 0, 3, 1), (1, 2, 3, 0), (3, 2, 0, 1))
+#: Tokens that take turns behind a prompt.
+_N_ANSWERS = 16
 #: Cuts in a sample; one alone is short for the clock.
 _N_CUTS = 32
 
 
-def move_groups(setup: Setup) -> Iterator[Group]:
+def move_groups(setup: Setup) -> Iterator[Maker]:
     """Time reordering, keeping a prompt, and truncating."""
-    yield reorder_group(setup, 32 if setup.quick else 2048)
-    # Half a page more, so that a fork has a page to copy.
-    yield keep_group(setup, 72 if setup.quick else 8200)
-    yield truncate_group(setup, (16, 64) if setup.quick else (512, 8192))
+    layers = f"{setup.layers} layers"
+    n_held = 32 if setup.quick else 2048
+    yield f"reorder {len(_ROWS[0])} rows of {n_held} tokens, {layers}", partial(_reorder_group, setup, n_held)
+    n_held = 72 if setup.quick else 8200  # half a page more, so that a fork has a page to copy
+    yield f"answer again from {n_held} tokens, {layers}", partial(_keep_group, setup, n_held)
+    lengths = (16, 64) if setup.quick else (512, 8192)
+    yield f"go back by a token, {layers}", partial(_truncate_group, setup, lengths)
 
 
 def _filled(cache: KVCache, prompt: list[Any]) -> KVCache:
@@ -41,26 +48,30 @@ def _filled(cache: KVCache, prompt: list[Any]) -> KVCache:
 # -- rows ---------------------------------------------------------------------------------------------------------
 
 
-def reorder_group(setup: Setup, n_held: int) -> Group:
+def _reorder_group(setup: Setup, n_held: int, title: str) -> Group:
     """Time an exchange of four rows in all layers, and count what it allocates."""
-    prompt = setup.pairs(n_held, seed=3, rows=len(_ROWS))
-    rows = torch.tensor(_ROWS, device=setup.device)
+    n_rows = len(_ROWS[0])
+    prompt = setup.pairs(n_held, seed=3, rows=n_rows)
+    orders = [torch.tensor(rows, device=setup.torch_device) for rows in _ROWS]
+    turns = {name: itertools.cycle(orders) for name in ("index_select", "reorder")}
     spec = setup.spec()
     held = halves(prompt)
-    cache = _filled(setup.cache(spec, n_held, batch=len(_ROWS)), prompt)
+    cache = _filled(setup.cache(spec, n_held, batch=n_rows), prompt)
 
     def select() -> Any:
+        rows = next(turns["index_select"])
         for number, (keys, values) in enumerate(held):
             held[number] = (keys.index_select(0, rows), values.index_select(0, rows))
         return held
 
     def start_over() -> None:
+        turns.update({name: itertools.cycle(orders) for name in turns})
         held[:] = halves(prompt)
         cache.reset()
         _filled(cache, prompt)
 
     def reorder() -> None:
-        cache.reorder(rows)
+        cache.reorder(next(turns["reorder"]))
 
     # Both begin with the prompt once, and go on from wherever they are: what is moved is as much each time.
     allocated = {}
@@ -69,7 +80,7 @@ def reorder_group(setup: Setup, n_held: int) -> Group:
             body()
         allocated[name] = {"allocated_nbytes": meter.allocated_nbytes}
     start_over()
-    wanted = partial(_rows_of, prompt, rows)
+    wanted = partial(_rows_of, prompt, orders[0])
     variants = {
         "index_select, new tensors": Variant(
             select, ready=_Once(start_over), wanted=wanted, figures=allocated["index_select"]
@@ -82,9 +93,7 @@ def reorder_group(setup: Setup, n_held: int) -> Group:
             figures=allocated["reorder"],
         ),
     }
-    return setup.group(
-        f"reorder {len(_ROWS)} rows of {n_held} tokens, {setup.layers} layers", variants, "KVCache.reorder"
-    )
+    return setup.group(title, variants, "KVCache.reorder")
 
 
 def _rows_of(prompt: list[Any], rows: torch.Tensor) -> Any:
@@ -106,17 +115,22 @@ class _Once:
 # -- a prompt that is kept ----------------------------------------------------------------------------------------
 
 
-def keep_group(setup: Setup, n_held: int, page_size: int = 16) -> Group:
-    """Time what it takes to answer again from a prompt that was read: a copy of all, or a length that is remembered."""
+def _keep_group(setup: Setup, n_held: int, title: str, page_size: int = 16) -> Group:
+    """Time what it takes to answer again from a prompt that was read: a copy of all, or a length that is remembered.
+
+    The prompt is the same each time, as it is for those who keep one; the answers are others.
+    """
     prompt = setup.pairs(n_held, seed=5)
-    token = tokens_of(setup, 1)[0]
+    tokens = tokens_of(setup, _N_ANSWERS)
+    turn = itertools.cycle(tokens)
     cache = _filled(setup.cache(setup.spec(), n_held + 1, copies=2), prompt)
     name, deepcopied = _deepcopied(prompt)
-    with_token = [torch.cat(both, dim=3) for both in zip(prompt, token.pairs, strict=True)]
+    with_token = [torch.cat(both, dim=3) for both in zip(prompt, tokens[0].pairs, strict=True)]
 
     def rolled_back() -> Any:
         checkpoint = cache.checkpoint()
-        views = [cache.append(number, keys, values) for number, (keys, values) in enumerate(token.halves)]
+        new = enumerate(next(turn).halves)
+        views = [cache.append(number, keys, values) for number, (keys, values) in new]
         cache.rollback(checkpoint)
         return views  # of memory that no one has written to since
 
@@ -146,13 +160,9 @@ def keep_group(setup: Setup, n_held: int, page_size: int = 16) -> Group:
         "fork, rollback of the arena": Variant(
             forked, wanted=lambda: halves(prompt), given=lambda _: fork_to_read()
         ),
-        **_paged_variants(setup, prompt, token, page_size, with_token),
+        **_paged_variants(setup, prompt, tokens, page_size, with_token),
     }
-    return setup.group(
-        f"answer again from {n_held} tokens, {setup.layers} layers",
-        variants,
-        "checkpoint, append a token, rollback",
-    )
+    return setup.group(title, variants, "checkpoint, append a token, rollback")
 
 
 def _deepcopied(prompt: list[Any]) -> tuple[str, Callable[[], Any]]:
@@ -174,31 +184,33 @@ def _held_by(cache: Any) -> Any:
 
 
 def _paged_variants(
-    setup: Setup, prompt: list[Any], token: Token, page_size: int, with_token: list[Any]
+    setup: Setup, prompt: list[Any], tokens: list[Token], page_size: int, with_token: list[Any]
 ) -> dict[str, Variant]:
     from gpuarena.kv.paged import PagedKVCache
 
     spec = setup.spec()
     num_pages = -(-prompt[0].shape[3] // page_size) + 1  # the last for the copy on write
     sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size, "gather_tokens": 0}
-    arena = Arena(PagedKVCache.arena_nbytes(spec, **sizes), backend="torch", device=setup.device)
+    arena = Arena(PagedKVCache.arena_nbytes(spec, **sizes), backend="torch", device=setup.device.name)
     cache = PagedKVCache(arena, spec, **sizes)
     sequence = cache.sequence()
     for number, pair in enumerate(prompt):
         sequence.append(number, pair[0], pair[1])
 
-    def append(fork: Any) -> None:
+    def append(fork: Any, token: Token) -> None:
         for number, (keys, values) in enumerate(token.halves):
             fork.append(number, keys, values)
 
+    turn = itertools.cycle(tokens)
+
     def forked() -> None:
         fork = sequence.fork()
-        append(fork)
+        append(fork, next(turn))
         fork.free()
 
     def fork_to_read() -> Any:
         fork = sequence.fork()
-        append(fork)
+        append(fork, tokens[0])
         kept = [tuple(one[None] for one in fork.read(number)) for number in range(setup.layers)]
         fork.free()
         return kept
@@ -213,14 +225,12 @@ def _paged_variants(
 # -- going back ---------------------------------------------------------------------------------------------------
 
 
-def truncate_group(setup: Setup, lengths: tuple[int, ...]) -> Group:
+def _truncate_group(setup: Setup, lengths: tuple[int, ...], title: str) -> Group:
     """Time a cut by one token of all layers."""
     variants: dict[str, Variant] = {}
     for n_held in lengths:
         variants.update(_cuts(setup, n_held))
-    return setup.group(
-        f"go back by a token, {setup.layers} layers", variants, f"KVCache.truncate, {lengths[0]} held"
-    )
+    return setup.group(title, variants, f"KVCache.truncate, {lengths[0]} held")
 
 
 def _cuts(setup: Setup, n_held: int) -> Iterator[tuple[str, Variant]]:

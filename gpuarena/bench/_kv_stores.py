@@ -27,6 +27,7 @@ __all__ = [
     "Stepping",
     "Store",
     "Token",
+    "Views",
     "Window",
     "growing_cache",
     "tokens_of",
@@ -137,10 +138,10 @@ class HandWritten:
     def __init__(self, setup: Setup, max_tokens: int, way: str) -> None:
         shape = (1, setup.kv_heads, max_tokens, setup.head_dim)
         self._buffers = [
-            tuple(torch.empty(shape, dtype=setup.torch_dtype, device=setup.device) for _ in range(2))
+            tuple(torch.empty(shape, dtype=setup.torch_dtype, device=setup.torch_device) for _ in range(2))
             for _ in range(setup.layers)
         ]
-        self._positions = torch.arange(max_tokens, device=setup.device)[:, None].unbind()
+        self._positions = torch.arange(max_tokens, device=setup.torch_device)[:, None].unbind()
         self._way = way
         self._length = self._n_prompt = 0
         self.step = self._narrow if way == "narrow" else self._index_copy
@@ -253,7 +254,7 @@ def growing_cache(setup: Setup, max_tokens: int) -> KVCache | None:
     spec = setup.spec()
     nbytes = spec.arena_nbytes(1, max_tokens, layout="token-major")
     try:
-        arena = Arena(nbytes, backend="virtual:torch", device=setup.device)
+        arena = Arena(nbytes, backend="virtual:torch", device=setup.device.name)
     except BackendError:  # CUDA's bindings for Python are an extra
         return None
     return KVCache(arena, spec, batch=1, max_tokens=max_tokens)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gpuarena.bench.device import Device
 from gpuarena.errors import ArgumentError
 
-__all__ = ["ATTENTIONS", "GEOMETRY", "MODELS", "TINY", "Models", "load", "random_models"]
+__all__ = ["ATTENTIONS", "GEOMETRY", "MODELS", "TINY", "TRUE_VOCAB_SIZE", "Models", "load", "random_models"]
 
 ATTENTIONS = ("sdpa", "gpuarena")
 
@@ -21,8 +23,10 @@ GEOMETRY = {
     "num_attention_heads": 12,
     "num_key_value_heads": 2,
     "vocab_size": 1024,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 131072,
 }
+#: What its vocabulary would be; results say so.
+TRUE_VOCAB_SIZE = 151936
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -42,8 +46,15 @@ class Models:
 
     name: str
     by_attention: dict[str, Any]
-    device: torch.device
+    where: Device
     dtype: torch.dtype
+    true_vocab_size: int | None = None
+    """Of the model whose geometry this is, where the vocabulary is smaller than that."""
+
+    @property
+    def device(self) -> torch.device:
+        """For tensors."""
+        return self.where.torch_device
 
     @property
     def config(self) -> Any:
@@ -73,26 +84,26 @@ class Models:
             "vocab_size",
         )
         found = {name: getattr(self.config, name, None) for name in names}
+        if self.true_vocab_size is not None:
+            found["true_vocab_size"] = self.true_vocab_size
         return {"model": self.name, **found, "dtype": str(self.dtype).removeprefix("torch.")}
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
-
-def random_models(device: torch.device, dtype: torch.dtype, layers: int, geometry: dict[str, int]) -> Models:
+def random_models(where: Device, dtype: torch.dtype, layers: int, geometry: dict[str, int]) -> Models:
     """Return models of a geometry with random weights, always the same ones."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
     config = Qwen2Config(**geometry, num_hidden_layers=layers, tie_word_embeddings=True)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    name = f"geometry of Qwen2.5-1.5B, {layers} layers" if geometry is GEOMETRY else "tiny Qwen2"
-    return _twins(name, model.to(device).eval(), device, dtype)
+    with where.torch_device:  # a CPU takes long for the random numbers of a model of this size
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    is_true = geometry is GEOMETRY
+    name = f"geometry of Qwen2.5-1.5B, {layers} layers" if is_true else "tiny Qwen2"
+    models = _twins(name, model.to(where.torch_device).eval(), where, dtype)
+    return dataclasses.replace(models, true_vocab_size=TRUE_VOCAB_SIZE if is_true else None)
 
 
-def load(name: str, device: torch.device, dtype: torch.dtype, *, layers: int = 4) -> Models:
+def load(name: str, where: Device, dtype: torch.dtype, *, layers: int = 4) -> Models:
     """Return the models of a name of `MODELS`, of a folder or of a ``.gguf`` file.
 
     Raises
@@ -101,18 +112,18 @@ def load(name: str, device: torch.device, dtype: torch.dtype, *, layers: int = 4
         The model's heads do not all have one width, such as MLA's.
     """
     if name == "qwen2.5-1.5b":
-        return random_models(device, dtype, layers, GEOMETRY)
+        return random_models(where, dtype, layers, GEOMETRY)
     from gpuarena.demo.weights import load_model
 
-    loaded = load_model(None if name == "smollm2" else name, device=device, dtype=dtype)
+    loaded = load_model(None if name == "smollm2" else name, device=where.torch_device, dtype=dtype)
     config = loaded.model.config.get_text_config(decoder=True)
     if not hasattr(config, "num_key_value_heads") or hasattr(config, "kv_lora_rank"):
         raise ArgumentError(f"{name}: only models with key/value heads of one width can be measured")
     loaded.model.set_attn_implementation("sdpa")
-    return _twins(loaded.name, loaded.model, device, dtype)
+    return _twins(loaded.name, loaded.model, where, dtype)
 
 
-def _twins(name: str, model: Any, device: torch.device, dtype: torch.dtype) -> Models:
+def _twins(name: str, model: Any, where: Device, dtype: torch.dtype) -> Models:
     """Return a second model around the weights of `model`, which then reads the same bytes."""
     import gpuarena_transformers  # registers the attention  # noqa: F401
 
@@ -126,4 +137,4 @@ def _twins(name: str, model: Any, device: torch.device, dtype: torch.dtype) -> M
         for kind, found in ((module._parameters, parameters), (module._buffers, buffers)):
             for own in [own for own, tensor in kind.items() if tensor is not None]:
                 kind[own] = found[prefix + own]
-    return Models(name, {"sdpa": model, "gpuarena": twin.eval()}, device, dtype)
+    return Models(name, {"sdpa": model, "gpuarena": twin.eval()}, where, dtype)

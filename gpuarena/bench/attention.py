@@ -2,7 +2,8 @@
 
 Geometry of Qwen2.5-1.5B, one layer. Each group is one shape of call; its outputs are compared before it is timed,
 and its variants are timed interleaved. For each shape both ways to share keys in a group of query heads are timed,
-the one that gpuarena takes and the other, so that the choice can be checked on another machine.
+the one that gpuarena takes and the other, so that the choice can be checked on another machine. Each call gets other
+queries, keys and values than the one before, as from layer to layer of a model; the mask is the same, as it is there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from gpuarena.bench._collect import Maker, collect, on_device
 from gpuarena.bench._kv_setup import Setup
+from gpuarena.bench.device import Device, device_of
 from gpuarena.bench.environment import environment
 from gpuarena.bench.harness import Group, Variant, WrongDataError
 from gpuarena.bench.memory import AllocationMeter
@@ -34,13 +38,15 @@ _OWN = "the model's eager function"
 _OURS = "gpuarena"
 #: Of outputs, as a part of the largest: rounding alone.
 _TOLERANCE = {"bfloat16": 0.05, "float32": 1e-4}
+#: Pairs of keys and values whose numbers differ.
+_N_DIFFERENT = 2
 #: Queries a token of a call with a soft cap or sinks: a step, a verification, a part of a prompt.
 _QUERIES_BEYOND = (1, 8, 128)
 
 
 def run(
     *,
-    device: str = "cpu",
+    device: str | Device = "cpu",
     dtype: str = "bfloat16",
     batches: Sequence[int] = BATCHES,
     lengths: Sequence[int] = LENGTHS,
@@ -53,8 +59,8 @@ def run(
 
     Parameters
     ----------
-    device : str
-        ``"cpu"`` or a CUDA device.
+    device : str or Device
+        ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"fake-gpu"``.
     dtype : str
         One of `DTYPES`.
     batches, lengths, queries : sequence of int
@@ -69,9 +75,11 @@ def run(
     Raises
     ------
     WrongDataError
-        A variant gave other outputs than it should.
+        A variant gave other outputs than it should; on a GPU the result holds an ``"error"`` instead.
     ArgumentError
         Another dtype, a number below 1, or fewer tokens than queries.
+    BackendError
+        There is no such device.
     """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -81,33 +89,47 @@ def run(
         raise ArgumentError("rounds, batches, lengths and queries must be positive")
     if min(lengths) < max(queries):
         raise ArgumentError(f"{min(lengths)} tokens cannot hold {max(queries)} queries")
-    setup = Setup(device, dtype, layers=1, rounds=rounds, quick=quick)
-    groups = []
-    with torch.inference_mode():
-        for found in _groups(setup, batches, lengths, queries):
-            groups.append(found)
-            on_group(found)
+    where = device_of(device)
+    setup = Setup(where, dtype, layers=1, rounds=rounds, quick=quick)
+    with torch.inference_mode(), on_device(where):
+        found = collect(where, _makers(setup, batches, lengths, queries), on_group)
     geometry = {name: getattr(setup, name) for name in ("q_heads", "kv_heads", "head_dim", "dtype")}
     return {
         "benchmark": "attention",
         "geometry": geometry,
-        "environment": environment(device),
+        "environment": environment(where.name),
+        "fake": where.is_fake,
         "rounds": rounds,
         "fold_max_queries": kv_attention.FOLD_MAX_QUERIES,
-        "groups": groups,
+        **found,
     }
 
 
-def _groups(
+def _makers(
     setup: Setup, batches: Sequence[int], lengths: Sequence[int], queries: Sequence[int]
-) -> Iterator[Group]:
+) -> Iterator[Maker]:
     for batch, length in itertools.product(batches, lengths):
         for n, masked in itertools.product(queries, (False, True)):
-            yield _plain_group(setup, batch, length, n, masked)
+            title = f"{_count(n, 'query', 'queries')}, {length} tokens, batch {batch}, "
+            title += "mask" if masked else "no mask"
+            yield title, functools.partial(_plain_group, setup, batch, length, n, masked)
     for batch, length in itertools.product(batches[:1], lengths):
         for n in [n for n in _QUERIES_BEYOND if n in queries] or queries[:1]:
             for needs in ("soft cap", "sinks"):
-                yield _beyond_group(setup, needs, batch, length, n)
+                title = f"{needs}: {_count(n, 'query', 'queries')}, {length} tokens, batch {batch}, mask"
+                yield title, functools.partial(_beyond_group, setup, needs, batch, length, n)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Of one call."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+_Body = Callable[[_Inputs], Any]
 
 
 class _Module(torch.nn.Module):
@@ -120,28 +142,27 @@ class _Module(torch.nn.Module):
         self.eval()
 
 
-def _plain_group(setup: Setup, batch: int, length: int, n: int, masked: bool) -> Group:
+def _plain_group(setup: Setup, batch: int, length: int, n: int, masked: bool, title: str) -> Group:
     from gpuarena_transformers.attention import gpuarena_attention_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    q, keys, values = _tensors(setup, batch, length, n)
     mask = _mask(setup, batch, length, n) if masked else None
     module = _Module(setup.q_heads // setup.kv_heads)
     folds = n == 1 or n * module.num_key_value_groups <= kv_attention.FOLD_MAX_QUERIES
     taken, other = ("folded", "enable_gqa") if folds else ("enable_gqa", "folded")
-    bodies: dict[str, Callable[[], Any]] = {
-        _STOCK: lambda: sdpa_attention_forward(module, q, keys, values, mask)[0],
-        f"{_OURS}, {taken}": lambda: gpuarena_attention_forward(module, q, keys, values, mask)[0],
-        other: lambda: _attend(q, keys, values, mask, folded=not folds).transpose(1, 2).contiguous(),
+    bodies: dict[str, _Body] = {
+        _STOCK: lambda one: sdpa_attention_forward(module, one.q, one.keys, one.values, mask)[0],
+        f"{_OURS}, {taken}": lambda one: gpuarena_attention_forward(
+            module, one.q, one.keys, one.values, mask
+        )[0],
+        other: lambda one: _attend(one, mask, folded=not folds).transpose(1, 2).contiguous(),
     }
-    title = (
-        f"{_count(n, 'query', 'queries')}, {length} tokens, batch {batch}, {'mask' if masked else 'no mask'}"
-    )
-    return _group(title, bodies, _STOCK, setup, batch * length * n)
+    return _group(title, bodies, _STOCK, setup, _inputs(setup, batch, length, n), batch * length * n)
 
 
-def _attend(q: Any, keys: Any, values: Any, mask: Any, *, folded: bool) -> Any:
+def _attend(one: _Inputs, mask: Any, *, folded: bool) -> Any:
     """Attend in the way that gpuarena does not take for this shape."""
+    q, keys, values = one.q, one.keys, one.values
     if not folded:
         return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
     limit = kv_attention.FOLD_MAX_QUERIES
@@ -152,21 +173,22 @@ def _attend(q: Any, keys: Any, values: Any, mask: Any, *, folded: bool) -> Any:
         kv_attention.FOLD_MAX_QUERIES = limit
 
 
-def _beyond_group(setup: Setup, needs: str, batch: int, length: int, n: int) -> Group:
+def _beyond_group(setup: Setup, needs: str, batch: int, length: int, n: int, title: str) -> Group:
     from gpuarena_transformers.attention import gpuarena_attention_forward
 
-    q, keys, values = _tensors(setup, batch, length, n)
     mask = _mask(setup, batch, length, n)
-    added = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+    dtype = setup.torch_dtype
+    added = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     module, eager, extra = _model_module(setup, needs)
     scaling = setup.head_dim**-0.5
-    bodies: dict[str, Callable[[], Any]] = {
+    bodies: dict[str, _Body] = {
         # The model makes its mask once for all layers, so it is ready here.
-        _OWN: lambda: eager(module, q, keys, values, added, scaling=scaling, **extra)[0],
-        _OURS: lambda: gpuarena_attention_forward(module, q, keys, values, mask, scaling=scaling, **extra)[0],
+        _OWN: lambda one: eager(module, one.q, one.keys, one.values, added, scaling=scaling, **extra)[0],
+        _OURS: lambda one: gpuarena_attention_forward(
+            module, one.q, one.keys, one.values, mask, scaling=scaling, **extra
+        )[0],
     }
-    title = f"{needs}: {_count(n, 'query', 'queries')}, {length} tokens, batch {batch}, mask"
-    return _group(title, bodies, _OWN, setup, batch * length * n)
+    return _group(title, bodies, _OWN, setup, _inputs(setup, batch, length, n), batch * length * n)
 
 
 def _model_module(setup: Setup, needs: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
@@ -185,61 +207,66 @@ def _model_module(setup: Setup, needs: str) -> tuple[Any, Callable[..., Any], di
     from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
     other = gpt_oss.GptOssAttention(gpt_oss.GptOssConfig(**geometry), layer_idx=0).eval()
-    sinks = torch.linspace(-1, 3, setup.q_heads, device=setup.device).to(setup.torch_dtype)
+    sinks = torch.linspace(-1, 3, setup.q_heads, device=setup.torch_device).to(setup.torch_dtype)
     other.sinks = torch.nn.Parameter(sinks, requires_grad=False)
     return other, gpt_oss.eager_attention_forward, {"s_aux": other.sinks}
 
 
 def _group(
-    title: str, bodies: dict[str, Callable[[], Any]], reference: str, setup: Setup, n_scores: int
+    title: str, bodies: dict[str, _Body], reference: str, setup: Setup, inputs: list[_Inputs], n_scores: int
 ) -> Group:
     # A call of microseconds is timed as one of several.
     n_calls = 1 if setup.quick else max(1, 2**13 // n_scores)
 
-    def repeat(body: Callable[[], Any]) -> Any:
-        for _ in range(n_calls):
-            out = body()
-        return out
+    def variant(body: _Body) -> Variant:
+        turn = itertools.cycle(inputs)
 
-    variants = {
-        name: Variant(
-            functools.partial(repeat, body),
+        def calls() -> Any:
+            for one in itertools.islice(turn, n_calls):
+                out = body(one)
+            return out
+
+        return Variant(
+            calls,
             n=n_calls,
-            wanted=bodies[reference],
+            # The first sample ends with these.
+            wanted=lambda: bodies[reference](inputs[(n_calls - 1) % len(inputs)]),
             tolerance=_TOLERANCE[setup.dtype],
-            figures={"peak_nbytes": _peak_nbytes(body)},
+            figures={"peak_nbytes": _peak_nbytes(body, inputs[0])},
         )
-        for name, body in bodies.items()
-    }
-    return setup.group(title, variants, reference)
+
+    return setup.group(title, {name: variant(body) for name, body in bodies.items()}, reference)
 
 
-def _peak_nbytes(body: Callable[[], Any]) -> int:
+def _peak_nbytes(body: _Body, one: _Inputs) -> int:
     """Return the most bytes that a call holds at once, without those inside kernels."""
     with AllocationMeter() as meter:
-        body()
+        body(one)
     return int(meter.peak_nbytes)
 
 
-def _tensors(
-    setup: Setup, batch: int, length: int, n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a query as a projection gives it, and keys and values in a buffer with room for more."""
-    generator = torch.Generator(setup.device).manual_seed(0)
+def _inputs(setup: Setup, batch: int, length: int, n: int) -> list[_Inputs]:
+    """Return inputs that take turns: queries as a projection gives them, keys and values with room for more."""
+    generator = torch.Generator(setup.torch_device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=setup.device).to(setup.torch_dtype)
+        made = torch.randn(shape, generator=generator, device=setup.torch_device)
+        return made.to(setup.torch_dtype)
 
-    q = random(batch, n, setup.q_heads, setup.head_dim).transpose(1, 2)
-    keys, values = (
-        random(batch, setup.kv_heads, length + 64, setup.head_dim)[:, :, :length] for _ in range(2)
-    )
-    return q, keys, values
+    slots = (2, batch, setup.kv_heads, length + 64, setup.head_dim)
+    n_inputs = setup.n_to_rotate(setup.spec().bytes_per_token * batch * length)
+    pairs = [random(*slots) for _ in range(min(n_inputs, _N_DIFFERENT))]
+    # The others hold the same numbers elsewhere in memory, which is quicker to make.
+    pairs += [pairs[number % len(pairs)].clone() for number in range(n_inputs - len(pairs))]
+    return [
+        _Inputs(random(batch, n, setup.q_heads, setup.head_dim).transpose(1, 2), *pair[:, :, :, :length])
+        for pair in pairs
+    ]
 
 
 def _mask(setup: Setup, batch: int, length: int, n: int) -> torch.Tensor:
     """Return the mask of the last `n` tokens, of which the first row has three of padding."""
-    at = torch.arange(length, device=setup.device)
+    at = torch.arange(length, device=setup.torch_device)
     mask = (at[None] <= at[length - n :, None]).repeat(batch, 1, 1, 1)
     mask[0, :, :, :3] = False
     return mask

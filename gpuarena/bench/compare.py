@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpuarena.bench._labels import OUTCOMES, label, parts
 from gpuarena.errors import ArgumentError
 
-__all__ = ["Comparison", "Figure", "Move", "compare", "figures", "load"]
+__all__ = ["Change", "Comparison", "Figure", "Move", "compare", "figures", "load", "outcomes", "readings"]
+
+Name = tuple[str, str, str]
 
 #: Where a file says under what circumstances it was measured.
 _CIRCUMSTANCES = ("date", "commit", "device", "gpu", "processor", "cpu_count", "torch_threads", "python")
@@ -29,7 +34,7 @@ class Figure:
 class Move:
     """One ratio in both files."""
 
-    name: tuple[str, str, str]
+    name: Name
     """Benchmark, group and row."""
     before: Figure
     after: Figure
@@ -47,13 +52,34 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """What is no ratio and reads otherwise in the second file: an outcome, or a figure of a check."""
+
+    name: Name
+    """Benchmark, check or test, and figure; ``"outcome"`` is that of the check itself."""
+    before: Any
+    after: Any
+
+    @property
+    def change(self) -> float | None:
+        """The second over the first where both are numbers above 0."""
+        if all(isinstance(one, (int, float)) and one > 0 for one in (self.before, self.after)):
+            return float(self.after / self.before)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """What `compare` found."""
 
     moves: tuple[Move, ...]
     """The largest change first."""
-    only_before: tuple[tuple[str, str, str], ...]
-    only_after: tuple[tuple[str, str, str], ...]
+    only_before: tuple[Name, ...]
+    only_after: tuple[Name, ...]
+    outcomes: tuple[Change, ...]
+    """Checks, tests and benchmarks that ended otherwise."""
+    readings: tuple[Change, ...]
+    """Figures of checks that are others, the largest change first; nobody knows their noise."""
     circumstances: dict[str, tuple[Any, Any]]
     """What differs of machine, versions and commit, before and after."""
 
@@ -75,7 +101,7 @@ def load(path: Any) -> dict[str, Any]:
     return found
 
 
-def figures(results: dict[str, Any]) -> dict[tuple[str, str, str], Figure]:
+def figures(results: dict[str, Any]) -> dict[Name, Figure]:
     """Return the ratios of results by benchmark, group and row; references are left out, being 1.
 
     Raises
@@ -86,33 +112,89 @@ def figures(results: dict[str, Any]) -> dict[tuple[str, str, str], Figure]:
     return dict(_figures(results))
 
 
-def _figures(results: dict[str, Any]) -> Iterator[tuple[tuple[str, str, str], Figure]]:
-    for one in results.get("benchmarks", []):  # of the GPU kit
-        yield from _figures(one)
-    name = results.get("benchmark", "")
-    if isinstance(results.get("dtype"), str):
-        name += f", {results['dtype']}"
+def _figures(results: dict[str, Any]) -> Iterator[tuple[Name, Figure]]:
+    for part in parts(results):
+        with _told(part):
+            for group in part.get("groups", []):
+                yield from _of_group(label(part), group["title"], group)
+            for check in part.get("checks", []):
+                for group in check.get("groups", []):
+                    yield from _of_group(label(part), f"{check['title']}: {group['title']}", group)
+
+
+@contextlib.contextmanager
+def _told(part: Mapping[str, Any]) -> Iterator[None]:
+    """Let what is missing in results be told with their name."""
     try:
-        yield from _of_one(name, results)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ArgumentError(
-            f"the results of {name or 'an unnamed benchmark'} are incomplete: {type(error).__name__} {error}"
+            f"the results of {label(part)} are incomplete: {type(error).__name__} {error}"
         ) from None
 
 
-def _of_one(name: str, results: dict[str, Any]) -> Iterator[tuple[tuple[str, str, str], Figure]]:
-    for group in results.get("groups", []):
-        reference = group.get("reference")
-        if reference is not None:
-            yield from _rows(name, group["title"], group["rows"], reference)
+def _of_group(name: str, title: str, group: dict[str, Any]) -> Iterator[tuple[Name, Figure]]:
+    reference = group.get("reference")
+    if reference is not None:
+        yield from _rows(name, title, group["rows"], reference)
 
 
-def _rows(
-    name: str, title: str, rows: dict[str, Any], reference: str
-) -> Iterator[tuple[tuple[str, str, str], Figure]]:
+def outcomes(results: dict[str, Any]) -> dict[Name, str]:
+    """Return how checks, tests and benchmarks ended, by benchmark, title and ``"outcome"``.
+
+    Raises
+    ------
+    ArgumentError
+        A check has no title or no outcome.
+    """
+    found: dict[Name, str] = {}
+    for part in parts(results):
+        with _told(part):
+            if "checks" not in part:
+                ended = (
+                    "broken" if part.get("error") else "not measured" if part.get("not_measured") else "done"
+                )
+                found[label(part), "", "outcome"] = ended
+            for check in part.get("checks", []):
+                found[label(part), check["title"], "outcome"] = OUTCOMES[check["passed"]]
+    for case in (results.get("tests") or {}).get("cases", []):
+        found["tests", case["name"], "outcome"] = case["outcome"]
+    return found
+
+
+def readings(results: dict[str, Any]) -> dict[Name, Any]:
+    """Return the figures of checks and tests, by benchmark, title, and name with its unit.
+
+    Raises
+    ------
+    ArgumentError
+        A figure has no value.
+    """
+    found: dict[Name, Any] = {}
+    for part in parts(results):
+        with _told(part):
+            for check in part.get("checks", []):
+                for name, figure in check.get("figures", {}).items():
+                    unit = figure.get("unit")
+                    found[label(part), check["title"], f"{name}, {unit}" if unit else name] = figure["value"]
+    for case in (results.get("tests") or {}).get("cases", []):
+        for name, value in case.get("figures", {}).items():
+            found["tests", case["name"], name] = value
+    return found
+
+
+def _changes(first: Mapping[Name, Any], second: Mapping[Name, Any]) -> list[Change]:
+    return [
+        Change(name, value, second[name])
+        for name, value in first.items()
+        if name in second and second[name] != value
+    ]
+
+
+def _rows(name: str, title: str, rows: dict[str, Any], reference: str) -> Iterator[tuple[Name, Figure]]:
     base = _noise(rows[reference]) if reference in rows else 0.0
     for row, found in rows.items():
-        if row != reference and "ratio" in found:
+        if row != reference and "ratio" in found and "median_s" in found:
             yield (name, title, row), Figure(found["ratio"], _noise(found) + base)
 
 
@@ -137,11 +219,15 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
     first, second = figures(before), figures(after)
     moves = [Move(name, first[name], second[name]) for name in first if name in second]
     moves.sort(key=lambda move: max(move.change, 1 / move.change), reverse=True)
+    changed = _changes(readings(before), readings(after))
+    changed.sort(key=lambda one: max(one.change, 1 / one.change) if one.change else math.inf, reverse=True)
     here, there = _environment(before), _environment(after)
     return Comparison(
         moves=tuple(moves),
         only_before=tuple(name for name in first if name not in second),
         only_after=tuple(name for name in second if name not in first),
+        outcomes=tuple(_changes(outcomes(before), outcomes(after))),
+        readings=tuple(changed),
         circumstances={
             key: (here.get(key), there.get(key))
             for key in dict.fromkeys([*here, *there])

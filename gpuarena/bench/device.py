@@ -6,9 +6,12 @@ is written for a GPU can be run from end to end without one: its figures mean no
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +35,8 @@ class Memory:
     """Most of `allocated_nbytes` since `Device.forget_peak`."""
     used_nbytes: int
     """Of the whole device, by every process and library: what the driver does not count as free."""
+    total_nbytes: int = 0
+    """That the device has."""
 
 
 class Device:
@@ -67,6 +72,14 @@ class Device:
 
     def forget_peak(self) -> None:
         """Begin a new peak, after returning unused memory of the caching allocator to the driver."""
+
+    def has_expandable_segments(self) -> bool:
+        """Return whether the caching allocator has memory that it can grow in place."""
+        return False
+
+    def new_stream(self) -> AbstractContextManager[Any]:
+        """Return a context manager inside which this thread works on a stream of its own; on a CPU there is none."""
+        return nullcontext()
 
     def capture(self, body: Callable[[], Any]) -> Callable[[], None]:
         """Run `body` a few times, capture it as a graph, and return what replays it; on a CPU it is run again.
@@ -128,6 +141,7 @@ class CudaDevice(Device):
             torch.cuda.memory_reserved(self.torch_device),
             torch.cuda.max_memory_allocated(self.torch_device),
             total - free,
+            total,
         )
 
     def forget_peak(self) -> None:
@@ -135,6 +149,17 @@ class CudaDevice(Device):
         self.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def has_expandable_segments(self) -> bool:
+        """Look into torch's snapshot; versions that say nothing of it have none."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return any(segment.get("is_expandable") for segment in segments)
+
+    def new_stream(self) -> AbstractContextManager[Any]:
+        """Return a context manager inside which this thread's current stream is a new one of torch's pool."""
+        made = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        entered: AbstractContextManager[Any] = torch.cuda.stream(made)
+        return entered
 
     def capture(self, body: Callable[[], Any]) -> Callable[[], None]:
         """Warm up on a side stream, as torch asks, and capture."""
@@ -176,10 +201,32 @@ class FakeGpu(Device):
     is_gpu = True
     is_fake = True
 
+    is_capturing = False
+    """Whether `capture` is at the run that a GPU would capture."""
+
     def memory(self) -> Memory:
-        """Return the resident memory of the process, in the place of all figures."""
+        """Return the resident memory of the process, the most of it and what it is now, and what the machine has."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
-        return Memory(peak, peak, peak, peak)
+        page_nbytes = os.sysconf("SC_PAGE_SIZE")
+        try:
+            used = int(Path("/proc/self/statm").read_text().split()[1]) * page_nbytes
+        except OSError:  # no Linux
+            used = peak
+        return Memory(peak, peak, peak, used, os.sysconf("SC_PHYS_PAGES") * page_nbytes)
+
+    def capture(self, body: Callable[[], Any]) -> Callable[[], None]:
+        """Run `body` once to warm up, and once with `is_capturing` set, for doubles that refuse what a capture does."""
+        body()
+        self.is_capturing = True
+        try:
+            body()
+        finally:
+            self.is_capturing = False
+
+        def replay() -> None:
+            body()
+
+        return replay
 
 
 class _Operations(TorchDispatchMode):

@@ -53,8 +53,8 @@ class Timing:
     @property
     def spread(self) -> tuple[float, float]:
         """Lower and upper quartile in seconds."""
-        if len(self.samples) < 2:
-            return self.samples[0], self.samples[0]
+        if len(self.samples) < 3:  # of two, quartiles would lie beyond both
+            return min(self.samples), max(self.samples)
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")  # within the samples
         return low, high
 

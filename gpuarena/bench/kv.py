@@ -2,21 +2,25 @@
 
 Geometry of Qwen2.5-1.5B. What the variants of a group give is compared before any of them is timed, and they are
 timed interleaved, so that ratios mean something on a noisy machine. Going back to where a sample begins is never
-timed: each cache does that in another way.
+timed: each cache does that in another way. Tokens, queries, rows and layers take turns, so that no body sees the
+same input twice in a row; a prompt that is kept, and the positions that are written after going back, stay the same,
+since that is what the groups are about.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from gpuarena.bench._collect import Maker, collect, on_device
 from gpuarena.bench._kv_append import append_groups, loop_groups
 from gpuarena.bench._kv_moves import move_groups
+from gpuarena.bench._kv_pages import page_groups
 from gpuarena.bench._kv_reads import quantized_groups, read_groups
 from gpuarena.bench._kv_setup import Setup
+from gpuarena.bench.device import Device, device_of
 from gpuarena.bench.environment import environment
 from gpuarena.bench.harness import Group, WrongDataError
 from gpuarena.errors import ArgumentError
@@ -30,7 +34,7 @@ CAT_LIMIT = 2048
 
 def run(
     *,
-    device: str = "cpu",
+    device: str | Device = "cpu",
     dtype: str = "bfloat16",
     layers: int = 28,
     rounds: int = 9,
@@ -42,8 +46,8 @@ def run(
 
     Parameters
     ----------
-    device : str
-        ``"cpu"`` or a CUDA device.
+    device : str or Device
+        ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"fake-gpu"``.
     dtype : str
         One of `DTYPES`.
     layers : int
@@ -60,9 +64,11 @@ def run(
     Raises
     ------
     WrongDataError
-        A variant gave other keys, values or outputs than it should.
+        A variant gave other keys, values or outputs than it should; on a GPU the result holds an ``"error"`` instead.
     ArgumentError
         Another dtype, or fewer than one layer or round.
+    BackendError
+        There is no such device.
     """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -70,14 +76,10 @@ def run(
         raise ArgumentError(f"rounds and layers must be at least 1, not {rounds} and {layers}")
     if quick:
         rounds, layers = min(rounds, 3), min(layers, 2)
-    setup = Setup(device, dtype, layers, rounds, quick)
-    groups = []
-    with torch.inference_mode():
-        for group in _groups(setup, cat_limit):
-            groups.append(group)
-            on_group(group)
-            if not quick:
-                gc.collect()  # of cycles, so that the memory of one group is not there beside that of the next
+    where = device_of(device)
+    setup = Setup(where, dtype, layers, rounds, quick)
+    with torch.inference_mode(), on_device(where):
+        found = collect(where, _makers(setup, cat_limit), on_group)
     geometry = {
         "layers": layers,
         "kv_heads": setup.kv_heads,
@@ -88,14 +90,16 @@ def run(
     return {
         "benchmark": "kv",
         "geometry": geometry,
-        "environment": environment(device),
+        "environment": environment(where.name),
+        "fake": where.is_fake,
         "rounds": rounds,
-        "groups": groups,
+        **found,
     }
 
 
-def _groups(setup: Setup, cat_limit: int) -> Iterator[Group]:
+def _makers(setup: Setup, cat_limit: int) -> Iterator[Maker]:
     yield from append_groups(setup)
+    yield from page_groups(setup)
     yield from loop_groups(setup, cat_limit)
     yield from move_groups(setup)
     yield from read_groups(setup)

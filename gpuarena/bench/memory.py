@@ -26,6 +26,8 @@ class AllocationMeter(TorchDispatchMode):
     held_nbytes : int
         Bytes counted as alive beforehand.
 
+    Notes
+    -----
     What a kernel allocates and frees inside itself is not seen.
     """
 

@@ -39,16 +39,26 @@ def plot_steps(result: dict[str, Any], path: str | Path) -> None:
     for axis, batch in zip(axes, batches, strict=True):
         here = sorted((group for group in steps if group["batch"] == batch), key=lambda one: one["n_tokens"])
         lengths = [group["n_tokens"] for group in here]
-        for name in here[0]["rows"]:
-            ratios = [group["rows"][name]["ratio"] for group in here]
+        for name in dict.fromkeys(name for group in here for name in group["rows"]):
+            points = [
+                (group["n_tokens"], group["rows"][name]["ratio"]) for group in here if name in group["rows"]
+            ]
             ours = name == here[0]["reference"]
             axis.plot(
-                lengths,
-                ratios,
+                *zip(*points, strict=True),
                 marker="o",
                 label=name,
                 linewidth=2.5 if ours else 1.2,
                 zorder=3 if ours else 2,
+            )
+        floors = [
+            (group["n_tokens"], group["floor_s"] / group["rows"][group["reference"]]["median_s"])
+            for group in here
+            if "floor_s" in group and group["reference"]
+        ]
+        if floors:
+            axis.plot(
+                *zip(*floors, strict=True), color="black", linestyle=":", label="weights and keys read once"
             )
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [str(length) for length in lengths])

@@ -69,6 +69,44 @@ def test_a_file_of_the_gpu_kit_is_its_benchmarks_together():
     }
 
 
+def checked(passed, value, dtype="bfloat16"):
+    """Return what a kit writes: a check with a figure, and one benchmark in two dtypes."""
+    check = {
+        "title": "replay",
+        "passed": passed,
+        "why": "",
+        "figures": {"kept": {"value": value, "unit": "bytes"}},
+    }
+    decodes = [run_of({"a": 1.0, "b": ratio}, name="decode") for ratio in (2.0, 3.0)]
+    for decode, name in zip(decodes, ("bfloat16", "float32"), strict=True):
+        decode["geometry"] = {"dtype": name}
+    tests = {"cases": [{"name": "t::a", "outcome": "passed" if passed else "failed", "figures": {"n": "3"}}]}
+    broken = {"benchmark": "kv", **({} if passed else {"error": "ValueError: x"})}
+    return {"benchmarks": [{"benchmark": "gpu", "checks": [check]}, *decodes, broken], "tests": tests}
+
+
+def test_checks_whose_outcome_changed_and_their_figures(tmp_path):
+    found = compare(checked(True, 100), checked(False, 250))
+    assert [(one.name, one.before, one.after) for one in found.outcomes] == [
+        (("gpu", "replay", "outcome"), "passed", "FAILED"),
+        (("kv", "", "outcome"), "done", "broken"),
+        (("tests", "t::a", "outcome"), "passed", "failed"),
+    ]
+    assert [(one.name, one.change) for one in found.readings] == [(("gpu", "replay", "kept, bytes"), 2.5)]
+    # One benchmark in two dtypes is two of them.
+    assert sorted(move.before.ratio for move in found.moves) == [2.0, 3.0]
+    assert not any(move.is_beyond_noise for move in found.moves)
+    paths = [
+        write(tmp_path / f"{n}.json", checked(*one)) for n, one in enumerate([(True, 100), (False, 250)])
+    ]
+    shown = testing.CliRunner().invoke(app, ["bench", "compare", *paths])
+    assert shown.exit_code == 0, shown.output
+    for part in ("gpu: replay: passed, then FAILED", "kv: done, then broken", "kept, bytes", "2.50"):
+        assert part in shown.stdout
+    same = testing.CliRunner().invoke(app, ["bench", "compare", paths[0], paths[0]])
+    assert "replay" not in same.stdout
+
+
 def write(path, value):
     path.write_text(value if isinstance(value, str) else json.dumps(value))
     return str(path)

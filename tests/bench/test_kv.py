@@ -7,9 +7,10 @@ torch = pytest.importorskip("torch")
 from typer.testing import CliRunner  # noqa: E402
 
 from gpuarena import Arena  # noqa: E402
-from gpuarena.bench import _kv_append, _kv_stores, kv  # noqa: E402
+from gpuarena.bench import _kv_append, _kv_pages, _kv_reads, _kv_stores, kv  # noqa: E402
 from gpuarena.bench._kv_meter import TrafficMeter  # noqa: E402
 from gpuarena.bench._kv_setup import Setup  # noqa: E402
+from gpuarena.bench.device import Device, FakeGpu  # noqa: E402
 from gpuarena.bench.harness import Variant, WrongDataError, check, group, measure  # noqa: E402
 from gpuarena.cli import app  # noqa: E402
 from gpuarena.errors import ArgumentError  # noqa: E402
@@ -20,7 +21,11 @@ SETUP = Setup("cpu", "float32", layers=2, rounds=2, quick=True)
 
 @pytest.fixture(scope="module")
 def result():
-    return kv.run(quick=True)  # three rounds
+    return kv.run(device=FakeGpu(), quick=True)  # three rounds
+
+
+def make(makers, start=""):
+    return [group(title) for title, group in makers if title.startswith(start)]
 
 
 def rows_of(result, start):
@@ -28,10 +33,13 @@ def rows_of(result, start):
 
 
 def test_every_group_holds_positive_figures_next_to_its_reference(result):
+    assert result["fake"]
+    assert result.get("error") is None
     titles = [one["title"] for one in result["groups"]]
     assert len(titles) == len(set(titles)) == 12
     starts = (
         "append a token",
+        "pages of 16",
         "all appends",
         "reorder",
         "answer again",
@@ -84,6 +92,147 @@ def test_what_is_stored_quantised_takes_less(result):
         assert all(plain / 8 < nbytes < plain * 0.6 for nbytes in stored)
 
 
+# -- what an append makes the device do ---------------------------------------------------------------------------
+
+
+def test_launches_of_an_append_are_those_of_a_layer(result):
+    for rows in rows_of(result, "append a token"):
+        assert rows["KVCache.append"]["launches"] == 2  # keys and values
+        assert rows["KVCache, append_pair of the layers"]["launches"] == 1
+        assert rows["torch.cat"]["launches"] == 2
+        assert rows["narrow + copy_ + narrow"]["launches"] == 2
+    (rows,) = rows_of(result, "pages of 16")
+    assert rows["PagedKVCache, append, gather"]["launches"] > rows["PagedKVCache, append"]["launches"]
+
+
+class NoProfiler(FakeGpu):
+    def launches(self, body):
+        raise RuntimeError("CUPTI is not there\nfor some reason")
+
+
+class BlindProfiler(FakeGpu):
+    def launches(self, body):
+        return 0
+
+
+@pytest.mark.parametrize("device", [NoProfiler(), BlindProfiler()], ids=["none", "blind"])
+def test_launches_that_nobody_counted_are_no_figure(device):
+    setup = Setup(device, "float32", layers=1, rounds=1, quick=True)
+    (one,) = make(_kv_append.append_groups(setup), "append a token, 16 held")
+    assert not any("launches" in row for row in one["rows"].values())
+    assert one["not_measured"]["launches"] in (
+        "RuntimeError: CUPTI is not there",
+        "WrongDataError: the profiler saw none",
+    )
+
+
+# -- pages of transformers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def their_memory(monkeypatch):
+    """What their pages ask about the memory of a CPU needs psutil."""
+    cache = pytest.importorskip("transformers.generation.continuous_batching.cache")
+    monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: (None, 1 << 32, 0, 0))
+
+
+def test_their_pages_hold_and_return_what_is_appended(their_memory):
+    (one,) = make(_kv_pages.page_groups(SETUP))
+    assert "not_measured" not in one
+    theirs = [name for name in one["rows"] if name.startswith("PagedAttentionCache")]
+    assert len(theirs) == 2
+
+
+def test_their_pages_are_compared_before_they_are_timed(their_memory, monkeypatch):
+    right = _kv_pages.TheirPages._index
+    monkeypatch.setattr(_kv_pages.TheirPages, "_index", lambda self, slots: right(self, slots[::-1]))
+    (one,) = make(_kv_pages.page_groups(SETUP))
+    [why] = one["not_measured"].values()
+    assert why.startswith("WrongDataError: 'PagedAttentionCache.update")
+    assert "PagedKVCache, append" in one["rows"]
+
+
+def test_pages_that_another_version_made_otherwise_are_not_measured(monkeypatch):
+    def other(*args):
+        raise TypeError("unexpected keyword argument")
+
+    monkeypatch.setattr(_kv_pages, "_their_cache", other)
+    (one,) = make(_kv_pages.page_groups(SETUP))
+    assert one["not_measured"] == {
+        "PagedAttentionCache of transformers": "TypeError: unexpected keyword argument"
+    }
+    assert "PagedKVCache, append" in one["rows"]
+
+
+# -- inputs take turns --------------------------------------------------------------------------------------------
+
+
+def samples_of(monkeypatch, makers):
+    """Return the bodies of the variants of the first group, which is not timed."""
+    taken = {}
+
+    def keep(self, title, variants, reference):
+        taken.update(variants)
+        return {"title": title, "reference": None, "rows": {}}
+
+    monkeypatch.setattr(Setup, "group", keep)
+    next(group(title) for title, group in makers)
+    return taken
+
+
+@pytest.mark.parametrize("module", [_kv_append, _kv_pages], ids=["append", "pages"])
+def test_no_append_gets_the_tokens_of_the_last_sample(monkeypatch, module):
+    seen = []
+    right = module.steps
+
+    def watched(store, turn, n):
+        return right(store, (seen.append(id(token)) or token for token in turn), n)
+
+    monkeypatch.setattr(module, "steps", watched)
+    groups = {_kv_append: _kv_append.append_groups, _kv_pages: _kv_pages.page_groups}
+    with torch.inference_mode():
+        variants = samples_of(monkeypatch, groups[module](SETUP))
+        for name, variant in variants.items():
+            seen.clear()
+            for _ in range(2):
+                variant.ready()
+                variant.body()
+            assert len(seen) == len(set(seen)) == 2 * variant.n, name
+
+
+@pytest.mark.parametrize("makers", ["read_groups", "quantized_groups"])
+def test_no_read_gets_the_query_or_the_layer_of_the_last_one(monkeypatch, makers):
+    seen = []
+    right = _kv_reads._variant
+
+    def watched(read, *args, **figures):
+        def seeing(q, layer):
+            seen.append((q.data_ptr(), layer))
+            return read(q, layer)
+
+        return right(seeing, *args, **figures)
+
+    monkeypatch.setattr(_kv_reads, "_variant", watched)
+    monkeypatch.setattr("gpuarena.bench._kv_setup._N_ROTATED", 24)
+    with torch.inference_mode():
+        variants = samples_of(monkeypatch, getattr(_kv_reads, makers)(SETUP))
+        for name, variant in variants.items():
+            seen.clear()
+            for _ in range(3):
+                variant.body()
+            queries, layers = zip(*seen, strict=True)
+            assert len(set(queries)) == len(set(layers)) == 24, name
+
+
+def test_what_takes_turns_is_more_than_caches_hold():
+    slow, fast = (Setup(device, "bfloat16", 1, 1) for device in (Device(), FakeGpu()))
+    assert slow.n_to_rotate(1 << 20) * (1 << 20) >= 64 << 20
+    assert fast.n_to_rotate(1 << 20) * (1 << 20) >= 4 * (
+        50 << 20
+    )  # as much again where it is stored in 4 bits
+    assert slow.n_to_rotate(1 << 40) >= 2
+
+
 # -- wrong data is not timed --------------------------------------------------------------------------------------
 
 
@@ -133,9 +282,9 @@ def test_a_cache_that_holds_a_wrong_token_is_found(monkeypatch):
 
     monkeypatch.setattr(Setup, "cache", cache)
     with pytest.raises(WrongDataError, match=r"KVCache\.append"):
-        list(_kv_append.append_groups(SETUP))
+        make(_kv_append.append_groups(SETUP))
     with pytest.raises(WrongDataError, match=r"KVCache\.append"):
-        list(_kv_append.loop_groups(SETUP, 0))
+        make(_kv_append.loop_groups(SETUP, 0))
 
 
 # -- the meter and the clock --------------------------------------------------------------------------------------

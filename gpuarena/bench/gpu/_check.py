@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +15,10 @@ from gpuarena.bench.harness import Group
 from gpuarena.errors import ArenaError
 
 __all__ = ["Check", "CheckFailedError", "NotMeasuredError", "Probe", "run_check"]
+
+
+#: Characters of a traceback that are kept, the last ones.
+_TRACE_LIMIT = 4000
 
 
 class CheckFailedError(ArenaError, AssertionError):
@@ -73,12 +80,13 @@ def run_check(check: Check, device: Device, *, quick: bool) -> dict[str, Any]:
     """Run a check and return what it found, for JSON.
 
     ``{"title", "passed": True, False or None, "why": str, "seconds", "figures", "groups"}``; None is not measured.
+    ``"traceback"`` is there where the check raised something else than its own errors.
     Nothing that a check raises goes on: one that fails must not take the others with it.
     """
     probe = Probe(device, quick)
     began = time.monotonic()
     passed: bool | None = True
-    why = ""
+    why = trace = ""
     try:
         check.body(probe)
         device.synchronize()  # a kernel that failed says so here
@@ -88,6 +96,11 @@ def run_check(check: Check, device: Device, *, quick: bool) -> dict[str, Any]:
         passed, why = False, str(error)
     except Exception as error:  # whatever it is, the other checks are worth having
         passed, why = False, f"{type(error).__name__}: {error}"
+        trace = traceback.format_exc()[-_TRACE_LIMIT:]
+    # After the error is gone, and with it the frames that held tensors: the next check finds the memory free.
+    gc.collect()
+    with contextlib.suppress(Exception):  # a device that has failed for good says so in the next check
+        device.forget_peak()
     return {
         "title": check.title,
         "passed": passed,
@@ -95,4 +108,5 @@ def run_check(check: Check, device: Device, *, quick: bool) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 2),
         "figures": probe.figures,
         "groups": probe.groups,
+        **({"traceback": trace} if trace else {}),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from gpuarena.bench.device import Device, device_of
@@ -15,7 +15,21 @@ __all__ = ["checks", "run"]
 
 def checks() -> list[Check]:
     """Return all checks, the cheap ones first."""
-    return []
+    from gpuarena.bench.gpu import (
+        caches,
+        exhaustion,
+        fragmentation,
+        graphs,
+        growth,
+        sanitizer,
+        sharing,
+        streams,
+        threads,
+    )
+
+    first = [*sharing.checks(), *graphs.checks(), *streams.checks(), *caches.checks(), *threads.checks()]
+    memory = [*exhaustion.checks(), *growth.checks(), *fragmentation.checks()]
+    return [*first, *memory, *sanitizer.checks()]
 
 
 def run(
@@ -23,6 +37,8 @@ def run(
     device: str | Device = "cuda",
     quick: bool = False,
     budget_s: float | None = None,
+    skipped: Collection[str] = (),
+    on_start: Callable[[str], object] = lambda title: None,
     on_check: Callable[[dict[str, Any]], object] = lambda check: None,
 ) -> dict[str, Any]:
     """Run all checks; return what they found with the machine and the versions, for JSON.
@@ -35,6 +51,10 @@ def run(
         Small sizes, to see that it runs; a dry run is always quick.
     budget_s : float, optional
         Seconds for all checks; one that does not fit any more is noted as not measured.
+    skipped : collection of str
+        Titles of checks that are left out.
+    on_start : callable, optional
+        Called with the title of each check before it.
     on_check : callable, optional
         Called with each result.
 
@@ -47,19 +67,19 @@ def run(
     quick = quick or where.is_fake
     began = time.monotonic()
     found = []
-    for check in checks():
+    lost = ""
+    for check in (check for check in checks() if check.title not in skipped):
         left = float("inf") if budget_s is None else budget_s - (time.monotonic() - began)
-        if check.seconds > left:
-            result: dict[str, Any] = {
-                "title": check.title,
-                "passed": None,
-                "why": f"takes about {check.seconds:.0f} s, {max(left, 0):.0f} s of the budget were left",
-                "seconds": 0.0,
-                "figures": {},
-                "groups": [],
-            }
+        if lost:
+            result = _left_out(check, lost) | {"lost": True}
+        elif check.seconds > left:
+            why = f"takes about {check.seconds:.0f} s, {max(left, 0):.0f} s of the budget were left"
+            result = _left_out(check, why)
         else:
+            on_start(check.title)
             result = run_check(check, where, quick=quick)
+            if result["passed"] is False:
+                lost = _why_lost(check, where)
         found.append(result)
         on_check(result)
     return {
@@ -68,3 +88,18 @@ def run(
         "fake": where.is_fake,
         "checks": found,
     }
+
+
+def _left_out(check: Check, why: str) -> dict[str, Any]:
+    """Return the result of a check that is not run."""
+    return {"title": check.title, "passed": None, "why": why, "seconds": 0.0, "figures": {}, "groups": []}
+
+
+def _why_lost(check: Check, where: Device) -> str:
+    """Say why a device cannot be used any more, if so: after some errors every later call fails with them."""
+    try:
+        where.synchronize()
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        return f"the device does not answer any more after {check.title!r}: {first_line}"
+    return ""

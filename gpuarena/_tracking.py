@@ -150,8 +150,8 @@ class Tracker(Hook):
         if self._on_live_arrays == "raise":
             return _error(alive, drop)
         return LiveArraysWarning(
-            f"{_describe(alive)} still referenced where {drop.cause} gives the memory back; they will show what is "
-            f"put there next"
+            f"{_describe(alive)} still referenced where {drop.cause} gives the memory back; "
+            f"{'it' if len(alive) == 1 else 'they'} will show what is put there next"
         )
 
     def spilling(self, stack: Stack, n_live: int) -> Any:
@@ -179,19 +179,20 @@ class Tracker(Hook):
         if alive:
             raise LiveArraysError(
                 f"{_describe(alive)} still referenced above {top}; reading memory that is gone would end the "
-                f"process, so delete them before trim()",
+                f"process, so delete {'it' if len(alive) == 1 else 'them'} before trim()",
                 labels=[entry.label for entry in alive],
             )
 
 
 def _error(alive: list[_Entry], drop: Drop) -> LiveArraysError:
     return LiveArraysError(
-        f"{_describe(alive)} still referenced where {drop.cause} gives the memory back; delete them, or copy what "
-        f"you need",
+        f"{_describe(alive)} still referenced where {drop.cause} gives the memory back; delete "
+        f"{'it' if len(alive) == 1 else 'them'}, or copy what you need",
         labels=[entry.label for entry in alive],
     )
 
 
 def _describe(alive: list[_Entry]) -> str:
     names = sorted({repr(entry.label) if entry.label else f"offset {entry.start}" for entry in alive})
-    return f"{len(alive)} native array{'s are' if len(alive) > 1 else ' is'} ({', '.join(names[:5])})"
+    shown = ", ".join([*names[:5], "..."] if len(names) > 5 else names)
+    return f"{len(alive)} native array{'s' if len(alive) > 1 else ''} ({shown}) {'are' if len(alive) > 1 else 'is'}"

@@ -43,7 +43,9 @@ class Debug:
     on_live_arrays: str = "warn"
     """What a rollback does when native arrays of the dropped regions are still referenced: ``"ignore"`` it,
     ``"warn"`` (`LiveArraysWarning`), or ``"raise"`` (`LiveArraysError`, before anything changes; at the end of a
-    scope after it). A region's handle may be kept; only arrays count."""
+    scope after it). A region's handle may be kept; only arrays count. A variable that still holds an array when the
+    scope ends is reported, also one that nobody uses again: Python ends a variable with its function, not with the
+    block. So let a function do the work of the block, or ``del`` the name on the last line."""
     strict: bool = False
     """Refuse allocations while no scope is open."""
     separate: bool = False

@@ -247,3 +247,8 @@ def test_debug_mode_changes_no_torch_result():
         results.append(y.tolist())
     assert results[0] == results[1]
     debug.check()
+
+
+def test_the_repr_of_a_region_names_its_call_site_once():
+    region = Arena(4096, debug=True).alloc(3, "float32")
+    assert repr(region) == f"<region float32[3] at offset 0, allocated at {here(1)}, live>"

@@ -153,3 +153,21 @@ def test_a_type_can_be_pickled(name):
         dtype.alignment,
         dtype.numpy,
     )
+
+
+def test_short_names_and_near_ones():
+    for short, name in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")):
+        assert as_dtype(short) is as_dtype(name)
+    assert as_dtype("float") is as_dtype(np.dtype("float"))  # as NumPy reads it, and not torch
+    for wrong, near in (
+        ("flaot32", "float32"),
+        ("torch.bfloat16", "bfloat16"),
+        ("BF16", "bf16"),
+        ("f32", "fp32"),
+    ):
+        with pytest.raises(DTypeError, match=f"unknown dtype '{wrong}'; did you mean '{near}'\\?$"):
+            as_dtype(wrong)
+    with pytest.raises(DTypeError, match="for example 'float32'"):
+        as_dtype("quaternion")
+    with pytest.raises(DTypeError, match=r"alloc\(\(4, 4\), 'float32'\)"):
+        Arena(64).alloc(4, 4)

@@ -159,3 +159,10 @@ def test_an_event_of_a_capture_means_nothing_after_it():
         event = device.record(device.default_stream)
     with pytest.raises(FakeCaptureError, match="which is over"):
         device.wait(device.stream("side"), event)
+
+
+def test_the_error_is_named_where_it_is_exported():
+    import gpuarena.testing
+
+    assert gpuarena.testing.FakeCaptureError is FakeCaptureError
+    assert f"{FakeCaptureError.__module__}.{FakeCaptureError.__name__}" == "gpuarena.testing.FakeCaptureError"

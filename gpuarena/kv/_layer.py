@@ -22,6 +22,7 @@ class Common:
 
     __slots__ = (
         "batch",
+        "batch_name",
         "capacity_hint",
         "high_water",
         "lengths",
@@ -32,8 +33,9 @@ class Common:
         "scratch",
     )
 
-    def __init__(self, batch: int, max_tokens: int, capacity_hint: str) -> None:
+    def __init__(self, batch: int, max_tokens: int, capacity_hint: str, batch_name: str = "batch") -> None:
         self.batch = batch
+        self.batch_name = batch_name  # what the argument is called that was `batch`
         self.max_tokens = max_tokens
         self.capacity_hint = capacity_hint
         self.rows: int | None = None
@@ -332,7 +334,8 @@ class KVLayer:
         if not 1 <= n_rows <= common.batch:
             raise ShapeError(
                 f"layer {self.index}: {n_rows} rows given, the cache was made for at most {common.batch} "
-                f"(sequences times beams or returned sequences); make it with a larger batch",
+                f"(sequences times beams or returned sequences)"
+                + (f"; make it with {common.batch_name} of at least {n_rows}" if n_rows > 0 else ""),
                 shape=shape,
             )
 

@@ -138,7 +138,9 @@ class TorchOps:
 
     def check(self, array: Any, what: str) -> None:
         if not isinstance(array, self._tensor):
-            raise ArgumentTypeError(f"{what} must be a torch.Tensor, not {type(array).__name__}")
+            raise ArgumentTypeError(
+                f"{what} must be a torch.Tensor, not {type(array).__name__}{_other_library(array, 'torch')}"
+            )
         if array.layout is not self._strided or array.is_nested:
             raise ArgumentTypeError(
                 f"{what} are {_layout_of(array)}; to_dense() gives a tensor that can be stored"
@@ -338,13 +340,18 @@ class NumpyOps:
     def check(self, array: Any, what: str) -> None:
         if not isinstance(array, self._array):
             wanted = f"{self._array.__module__}.{self._array.__name__}"
-            raise ArgumentTypeError(f"{what} must be a {wanted}, not {type(array).__name__}")
+            backend = "host" if self._is_host else "cupy"
+            raise ArgumentTypeError(
+                f"{what} must be a {wanted}, not {type(array).__name__}{_other_library(array, backend)}"
+            )
         if not self._is_host and f"cuda:{array.device.id}" != self._device:
             raise DeviceMismatchError(f"{what} are on cuda:{array.device.id}, the cache is on {self._device}")
 
     def write(self, k_buffer: Any, v_buffer: Any, start: int, keys: Any, values: Any) -> None:
         # NumPy itself sees an overlap of one array with its target, but values may lie where keys go.
         values = self.apart(values, k_buffer)
+        if not self._is_host:  # CuPy copies runs by memcpy, where they may not overlap
+            keys, values = self.apart(keys, k_buffer), self.apart(values, v_buffer)
         stop = start + keys.shape[2]
         k_buffer[:, :, start:stop] = keys
         v_buffer[:, :, start:stop] = values
@@ -470,3 +477,12 @@ def _tokens_in(nbytes: int, itemsize: int, shape: Any, n_rows: int) -> int:
 def ops_for(arena: Any, batch: int) -> Ops:
     """Return the operations for an arena's backend."""
     return TorchOps(arena, batch) if arena.backend == "torch" else NumpyOps(arena)
+
+
+def _other_library(array: Any, backend: str) -> str:
+    """Return what to do about an array of another library than that of the arena; an empty text for other things."""
+    libraries = {"torch": "torch", "numpy": "host", "cupy": "cupy"}
+    found = next((libraries[k.__module__] for k in type(array).__mro__ if k.__module__ in libraries), None)
+    if found is None:
+        return ""
+    return f": the arena is of backend={backend!r}; make it with backend={found!r}, or convert the array"

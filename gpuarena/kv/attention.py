@@ -61,7 +61,8 @@ def attend(
     window : int, optional
         A query sees itself and the ``window - 1`` tokens before it; None for all of them.
     sinks : int
-        The first tokens, which every query sees in spite of a window.
+        The first tokens, which every query sees in spite of a window. Both count the tokens of `keys`: of a layer with
+        `slack` and sinks, which forgets tokens in between, take `KVCache.attend`, or its ``mask``.
     lengths : ``[batch]`` integers, optional
         How many tokens a row has; its queries are the last `n` of those. What lies behind has no weight, but must be
         finite. None for all.

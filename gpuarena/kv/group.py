@@ -46,12 +46,14 @@ class LayerGroup:
     `KVCache` makes all of its layers at once; an adapter adds each when it first sees the layer's tensors.
     """
 
-    def __init__(self, *, batch: int, max_tokens: int, capacity_hint: str = "") -> None:
+    def __init__(
+        self, *, batch: int, max_tokens: int, capacity_hint: str = "", batch_name: str = "batch"
+    ) -> None:
         self.batch = positive(batch, "batch")
         self.max_tokens = positive(max_tokens, "max_tokens")
         self._owned: list[KVLayer] = []
         # The hint ends "the cache is full".
-        self._common = Common(self.batch, self.max_tokens, capacity_hint)
+        self._common = Common(self.batch, self.max_tokens, capacity_hint, batch_name)
         self._serial = 0
         self._ops: dict[str, Ops] = {}
 
@@ -180,7 +182,11 @@ class LayerGroup:
             the tokens it stood for are gone. Unchanged on error.
         """
         if not isinstance(checkpoint, KVCheckpoint):
-            raise ArgumentTypeError(f"rollback takes a KVCheckpoint, not {type(checkpoint).__name__}")
+            number = isinstance(checkpoint, int) and not isinstance(checkpoint, bool)
+            raise ArgumentTypeError(
+                f"rollback takes a KVCheckpoint, not {type(checkpoint).__name__}"
+                + (f"; truncate({checkpoint}) cuts to that many tokens" if number else "")
+            )
         if checkpoint._group is not self:
             raise CheckpointError("the checkpoint belongs to another cache")
         if not self.is_live(checkpoint):

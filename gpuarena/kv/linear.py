@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gpuarena._units import format_nbytes
 from gpuarena.arena import Arena
 from gpuarena.errors import ArgumentError, ArgumentTypeError, LayerOrderError, refuse_copy
 from gpuarena.kv._layer import KVLayer
@@ -90,6 +91,12 @@ class KVCache(LayerGroup):
             for number, layer in enumerate(spec.layers)
         ]
 
+    def __repr__(self) -> str:
+        return (
+            f"KVCache({self.length} of {self.max_tokens} tokens, {self.rows or 0} of {self.batch} rows, "
+            f"{len(self._layers)} layers, {format_nbytes(self.stats.reserved_nbytes)})"
+        )
+
     def _arena_nbytes(self) -> int:
         size = (self.batch, self.max_tokens)
         return self.spec.arena_nbytes(*size, alignment=self.arena.alignment, layout=self.layout)
@@ -158,6 +165,55 @@ class KVCache(LayerGroup):
     def mask(self, layer: int, n_tokens: int = 1) -> Any:
         """Return which of the tokens of `read` those queries may see, ``[n_tokens, tokens]``; see `KVLayer.mask`."""
         return self._owned_layer(layer).mask(n_tokens)
+
+    def attend(
+        self, layer: int, q: Any, views: tuple[Any, Any] | None = None, *, scale: float | None = None
+    ) -> Any:
+        """Return the attention of the last tokens, with the window and sinks of the layer; torch arenas only.
+
+        >>> import torch
+        >>> from gpuarena import Arena
+        >>> spec = KVSpec.uniform(layers=1, kv_heads=2, head_dim=4, dtype="float32", window=4, slack=2)
+        >>> cache = KVCache(Arena("1MiB", backend="torch", device="cpu"), spec, batch=1, max_tokens=16)
+        >>> q, k = torch.ones(1, 6, 3, 4), torch.ones(1, 2, 3, 4)
+        >>> cache.attend(0, q, cache.append(0, k, k)).shape
+        torch.Size([1, 6, 3, 4])
+
+        Parameters
+        ----------
+        layer : int
+        q : ``[rows, heads, n, key_dim]``
+            Of the last `n` tokens; `heads` is a multiple of ``kv_heads``.
+        views : (keys, values), optional
+            What `append` returned for these tokens. None reads them, which a layer of a bounded window can do for as
+            many as it holds whole windows of, and not for a prompt that is longer than its slots.
+        scale : float, optional
+            None for ``key_dim ** -0.5``.
+
+        Returns
+        -------
+        out : ``[rows, heads, n, value_dim]``
+
+        Raises
+        ------
+        BackendError
+            The arena is no torch arena.
+        ArgumentError, ArgumentTypeError, ShapeError, DTypeError, DeviceMismatchError, AutogradError, StaleRegionError
+            What `read`, `mask` and `gpuarena.kv.attend` raise.
+        """
+        from gpuarena.kv.lanes._mask import check_queries
+
+        held = self._owned_layer(layer)
+        spec = held.spec
+        check_queries(self.arena, held._ops, layer, spec, q)
+        from gpuarena.kv.attention import attend  # torch, which there is by now
+
+        n_tokens = q.shape[2]
+        keys, values = held.read(n_tokens) if views is None else views
+        # Where one query sees all that is shown, or all see all before them, no mask is needed.
+        needs_mask = spec.window is not None and (n_tokens > 1 or spec.sinks > 0)
+        mask = held.mask(n_tokens)[None, None] if needs_mask else None
+        return attend(q, keys, values, scale=scale, mask=mask)
 
     # -- fixed shapes, for compiled code and captured graphs ------------------------------------------------------
 

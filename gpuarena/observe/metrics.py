@@ -75,7 +75,9 @@ class ArenaCollector:
             if not isinstance(arena, Arena):
                 raise ArgumentTypeError(f"metrics are of arenas, not {type(arena).__name__}")
             if arena.name is None:
-                raise ArgumentError(f"{arena!r} has no name, by which its figures would be told apart")
+                raise ArgumentError(
+                    f"{arena!r} has no name, by which its figures are told apart: make it with Arena(..., name=...)"
+                )
         names = [_encodable(arena.name or "") for arena in arenas]
         if len(set(names)) < len(names):
             raise ArgumentError(f"two arenas have the same name: {', '.join(map(repr, names))}")

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gpuarena._stack import Drop, Record, Stack, Take, Watcher
+from gpuarena._units import format_nbytes, grouped
 from gpuarena.errors import CheckpointError, refuse_copy
 
 if TYPE_CHECKING:
@@ -74,6 +75,28 @@ class Profile(Watcher):
         self.name = name
         self.total = Counters()
         self.by_label: dict[str | None, Counters] = {}
+
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f"{self.name!r}, "
+        return f"Profile({name}{self.regions.allocated} regions, peak {format_nbytes(self.nbytes.peak)})"
+
+    def __str__(self) -> str:
+        """The figures as a table, a line for each label, those with the highest peak first."""
+        heads = ("label", "regions", "peak", "allocated", "freed", "refused")
+        by_peak = sorted(self.by_label.items(), key=lambda item: (-item[1].nbytes.peak, item[0] or ""))
+        rows = [
+            heads,
+            *(_row(label or "-", counters) for label, counters in by_peak),
+            _row("all", self.total),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+        lines = (
+            "  ".join(
+                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
 
     @property
     def nbytes(self) -> Counter:
@@ -189,3 +212,9 @@ class Profile(Watcher):
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)
+
+
+def _row(label: str, counters: Counters) -> tuple[str, ...]:
+    nbytes, regions = counters.nbytes, counters.regions
+    figures = (regions.allocated, nbytes.peak, nbytes.allocated, nbytes.freed, counters.n_failed)
+    return label, *map(grouped, figures)

@@ -11,6 +11,7 @@ finds races. The devices need nothing else, the rest needs ``hypothesis``.
 
 from typing import TYPE_CHECKING, Any
 
+from gpuarena.testing._capture import FakeCaptureError
 from gpuarena.testing.fake import FakeBackend, FakeDevice
 from gpuarena.testing.streams import FakeStreams, SimulatedDevice, StreamedFakeDevice, byte_ranges
 
@@ -32,6 +33,7 @@ __all__ = [
     "ArenaMachine",
     "Driver",
     "FakeBackend",
+    "FakeCaptureError",
     "FakeDevice",
     "FakeStreams",
     "SimulatedDevice",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class FakeCaptureError(RuntimeError):
     """Something that is illegal while a stream is captured, or with a graph whose capture failed."""
 
+    __module__ = "gpuarena.testing"  # where it is exported, for tracebacks
+
 
 class _Step(NamedTuple):
     action: str  # "launch", "record" or "wait"

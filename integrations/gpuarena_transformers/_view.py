@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 from gpuarena.errors import ArgumentError
 from gpuarena_transformers.capacity import check_fits, n_drafted_beyond
 from gpuarena_transformers.layer_types import is_foreign
+from gpuarena_transformers.prefix import check_open
 from gpuarena_transformers.sizing import cache_argument, decoder_config
 
 __all__ = ["Call", "reason_against"]
@@ -135,6 +136,8 @@ class Call:
         )
         mask = kwargs.get("attention_mask")
         if not (is_known and self._keep_common_prefix(ids, mask)):
+            n_same = cache.transcript.match(ids, mask)[0] if is_known else None
+            check_open(cache, 0, n_same, ids.shape[1])
             cache.reset()
         if transcript is not None:
             transcript.bind(self.model)
@@ -203,6 +206,9 @@ class Call:
             return False
         if rows != list(range(n_held_rows)) and not hasattr(cache, "batch_select_indices"):
             return False
+        selects = rows != list(range(n_held_rows)) and not (n_held_rows == 1 and len(rows) > 1)
+        n_kept = min(n_common, cache.group.n_shared) if selects and hasattr(cache, "group") else n_common
+        check_open(cache, n_kept, n_common, ids.shape[1])
         try:
             cache.truncate(n_common)
         except ArgumentError:  # a step failed half-way, and states cannot be cut to where it began
@@ -411,7 +417,9 @@ def _note(cache: Any, ids: torch.Tensor | None, mask: torch.Tensor | None) -> No
     if mask is not None:
         n_masked = min(n_tokens, mask.shape[1])
         visible[:, :n_masked] = mask[:, :n_masked] != 0
+    n_noted = cache.transcript.n_noted
     cache.transcript.note(ids[:, :n_tokens], visible)
+    cache.transcript.n_noted = min(n_noted, n_tokens)  # what the conversation added is no prefix
 
 
 def _rope_limit(model: Any) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from gpuarena._bump import align_up
 from gpuarena.errors import ArgumentError, OutOfMemoryError
 from gpuarena.kv import KVSpec, LayerSpec
 from gpuarena_transformers._staging import staging_nbytes
-from gpuarena_transformers.layout import ModelLayout
+from gpuarena_transformers.layout import LayerLayout, ModelLayout
 from gpuarena_transformers.prefill import PrefillCost, measure_prefill
 from gpuarena_transformers.sizing import devices_of
 
@@ -21,12 +21,14 @@ __all__ = [
     "Plan",
     "Sizing",
     "devices_of",
+    "given_nbytes",
     "least_of_ranks",
     "most_tokens_in",
     "reserved_nbytes",
 ]
 
 _HOST = torch.device("cpu")
+_ALIGNMENT = 256  # of an arena
 
 
 @dataclass(frozen=True)
@@ -286,13 +288,28 @@ def reserved_nbytes(kv: KVSpec | None, states: list[int], rows: int, n_tokens: i
 
     It is at least what `CacheMemory.reserve` takes: every state is aligned like the regions of a layer.
     """
-    alignment = 256  # of an arena
-    nbytes = sum(align_up(state * rows, alignment) for state in states)
-    moved = align_up(max(states, default=0) * rows, alignment) if rows > 1 else 0
+    nbytes = sum(align_up(state * rows, _ALIGNMENT) for state in states)
+    moved = align_up(max(states, default=0) * rows, _ALIGNMENT) if rows > 1 else 0
     if kv is None:
         return nbytes + moved
-    kv_scratch = align_up(kv.scratch_nbytes(rows, n_tokens), alignment)
+    kv_scratch = align_up(kv.scratch_nbytes(rows, n_tokens), _ALIGNMENT)
     return nbytes + kv.arena_nbytes(rows, n_tokens) - kv_scratch + max(kv_scratch, moved)
+
+
+def given_nbytes(layers: Sequence[LayerLayout], rows: int, n_tokens: int) -> int:
+    """Return the bytes that a cache takes at most of an arena it is given, whose layers it sees one after the other."""
+    states = [nbytes for layer in layers for nbytes in layer.states]
+    specs = [spec for layer in layers for spec in layer.per_token]
+    first = next((layer.spec for layer in layers if layer.spec is not None), None)
+    # Before the second layer is seen, all are taken for layers like the first.
+    alike = [first or spec if spec is layer.spec else spec for layer in layers for spec in layer.per_token]
+    nbytes = max(
+        reserved_nbytes(KVSpec(some) if some else None, states, rows, n_tokens) for some in (specs, alike)
+    )
+    moved = [spec.scratch_nbytes(rows, n_tokens) for spec in specs]
+    moved += [state * rows for state in states if rows > 1]
+    scratches = {align_up(one, _ALIGNMENT) for one in moved}  # each larger one is taken beside those before
+    return align_up(nbytes + sum(scratches) - max(scratches, default=0), _ALIGNMENT)
 
 
 def most_tokens_in(nbytes: int, kv: KVSpec | None, states: list[int], rows: int) -> int | None:

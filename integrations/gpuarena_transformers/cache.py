@@ -27,7 +27,7 @@ from gpuarena.errors import (
 )
 from gpuarena.kv import KVCheckpoint, KVScope, LayerGroup
 from gpuarena.kv.spec import positive
-from gpuarena_transformers.budget import Plan, Sizing, least_of_ranks
+from gpuarena_transformers.budget import Plan, Sizing, given_nbytes, least_of_ranks
 from gpuarena_transformers.checkpoints import CacheCheckpoint
 from gpuarena_transformers.copying import copy_contents
 from gpuarena_transformers.files import load_cache, save_cache
@@ -41,6 +41,7 @@ from gpuarena_transformers.overflow import CacheStats, Overflow
 from gpuarena_transformers.prefix import Branches, Prefix, prefill_prefix
 from gpuarena_transformers.sizing import (
     check_asked,
+    check_model,
     decoder_config,
     devices_of,
     free_nbytes,
@@ -155,6 +156,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
             batch=self.max_batch_size,
             max_tokens=self.max_context_length,
             capacity_hint=f" ({self._capacity_name})",
+            batch_name="max_batch_size",
         )
         self.on_full = on_full
         self.offload_to = offload  # the base class has a method of the other name
@@ -169,6 +171,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         self.states = StateGroup(self.group)
         self.transcript = Transcript()
         """The token ids that the cache is known to hold."""
+        self._open_prefixes: list[Prefix] = []
         # The model keeps states in its modules: up to some version the config says nothing of them.
         self._is_elsewhere = config is not None and decoder_config(config).model_type in _STATES_ELSEWHERE
         if config is None:
@@ -229,6 +232,7 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         ArgumentError
             "auto" where not even one token fits, or where a device does not tell what is free.
         """
+        check_model(model, cls)
         _refuse_encoder_decoder(model.config)
         is_auto = isinstance(max_context_length, str)
         check_asked(max_context_length, memory_fraction)
@@ -266,6 +270,51 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         cache = make(n_tokens)
         cache.sizing = plan.sizing(n_tokens, limit)
         return cache
+
+    @classmethod
+    def arena_nbytes(
+        cls,
+        config: Any,
+        max_batch_size: int = 1,
+        max_context_length: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> int:
+        """Return the bytes that such a cache takes of an arena at most, so that several can share one.
+
+        >>> from transformers import Qwen2Config
+        >>> config = Qwen2Config(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        ...                      num_attention_heads=4, num_key_value_heads=2)
+        >>> nbytes = ArenaCache.arena_nbytes(config, 1, 100, dtype=torch.float32)
+        >>> arena = Arena(3 * nbytes, backend="torch", device="cpu")
+        >>> chats = [ArenaCache(config, 1, 100, arena=arena) for _ in range(3)]
+
+        The model is built without memory and asked for one token, as `size_of_config` does: the sum is that of the
+        model, whatever its layers are. Layers of a class of the model's own lie outside the arena and do not count.
+
+        Parameters
+        ----------
+        config, max_batch_size, max_context_length
+            As in the constructor.
+        dtype : torch.dtype, optional
+            That the model runs in; by default what the config says, or else torch's default.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            As in the constructor; or the model does not run without its data.
+        """
+        from gpuarena_transformers.from_config import size_of_config  # imports all that transformers has
+
+        if config is None:
+            raise ArgumentTypeError("arena_nbytes: config must be that of a model, not None")
+        cache = cls(config, max_batch_size, max_context_length)  # takes no memory
+        layout = size_of_config(
+            config, dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+        ).layout
+        held = [number for number, own in enumerate(cache.layers) if not is_foreign(own)]
+        held_layers = [layer for layer in layout.layers if layer.index in held]
+        return given_nbytes(held_layers, cache.max_batch_size, cache.max_context_length)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -508,7 +557,8 @@ class ArenaCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
         CapacityError
             Before the first forward, unless ``on_full="fallback"``.
         ArgumentError
-            No tokens; a text without a tokenizer; or the ids of tokens that are held are not known.
+            No tokens; a text without a tokenizer; the ids of tokens that are held are not known, or those at the end
+            are a conversation of `generate_from`.
         ArgumentTypeError, ShapeError, CheckpointError
             Unchanged on error, also of the model.
         """

@@ -19,6 +19,7 @@ from gpuarena_transformers.layers import ArenaLayer
 from gpuarena_transformers.sizing import (
     cache_argument,
     check_asked,
+    check_model,
     decoder_config,
     evaluating,
     free_nbytes,
@@ -166,6 +167,7 @@ class ArenaEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]  # tr
         OutOfMemoryError
             The memory cannot be reserved; it is taken here, not at the first token.
         """
+        check_model(model, cls)
         check_asked(max_context_length, memory_fraction)
         # Checks the rest, and finds the length of the source; it takes no memory.
         n_tokens = 1 if isinstance(max_context_length, str) else max_context_length

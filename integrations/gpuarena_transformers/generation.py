@@ -81,6 +81,8 @@ def generate_from(
     ArgumentError, ArgumentTypeError
         An argument that leaves no place for the cache; a cache that holds the tokens of another model; a model
         with a `generate` of its own. Unchanged on error.
+    CheckpointError
+        The conversation does not go on from a prefix whose ``with`` block is open. Unchanged on error.
     CacheInUseError
         Another `generate_from` is running on this cache.
 
@@ -135,6 +137,11 @@ def leaves_no_place(arguments: Mapping[str, Any]) -> str:
 
 
 def _check_cache(model: Any, cache: Any) -> None:
+    if cache is None:
+        raise ArgumentTypeError(
+            "cache must be an ArenaCache, not None: ArenaCache.for_model(model, 4096) makes one; without any, call "
+            "model.generate"
+        )
     needed = ("reset", "truncate", "get_max_length", "get_seq_length", "max_batch_size")
     missing = [name for name in needed if not hasattr(cache, name)]
     if missing:

@@ -23,7 +23,7 @@ from gpuarena_transformers.tokens import as_tokens, expanded, joined
 if TYPE_CHECKING:
     from gpuarena_transformers.cache import ArenaCache
 
-__all__ = ["Branches", "Prefix", "prefill_prefix"]
+__all__ = ["Branches", "Prefix", "check_open", "prefill_prefix"]
 
 
 class Prefix:
@@ -42,7 +42,14 @@ class Prefix:
     """
 
     def __init__(
-        self, cache: ArenaCache, ids: torch.Tensor, mask: torch.Tensor, device: Any, checkpoint: KVCheckpoint
+        self,
+        cache: ArenaCache,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        device: Any,
+        checkpoint: KVCheckpoint,
+        *,
+        n_before: int = 0,
     ) -> None:
         self.cache = cache
         self.ids = ids
@@ -50,6 +57,8 @@ class Prefix:
         self.mask = mask
         """``[rows, n_tokens]`` bool: False where padding was given."""
         self.device = device
+        self.n_before = n_before
+        """Tokens that the cache held before; they belong to the prefix."""
         self._checkpoint = checkpoint
         self._is_open = False
 
@@ -57,7 +66,9 @@ class Prefix:
         return self.ids.shape[1]
 
     def __repr__(self) -> str:
-        return f"Prefix({len(self)} tokens of {self.ids.shape[0]} rows{'' if self.is_live else ', stale'})"
+        behind = f" behind {self.n_before}, of" if self.n_before else " of"
+        rows = f"{self.ids.shape[0]} rows{'' if self.is_live else ', stale'}"
+        return f"Prefix({len(self) - self.n_before} tokens{behind} {rows})"
 
     def __reduce__(self) -> Any:
         raise refuse_copy(self)
@@ -91,11 +102,14 @@ class Prefix:
             )
         self.restore()
         self._is_open = True
+        self.cache._open_prefixes.append(self)
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
+        if self._is_open:
+            self.cache._open_prefixes.remove(self)
         self._is_open = False
         try:
             self.restore()
@@ -188,6 +202,8 @@ class Branches:
         start = cache.checkpoint()
         cache.batch_repeat_interleave(self.n)
         self._start, self._is_open = start, True
+        if self._prefix is not None:
+            cache._open_prefixes.append(self._prefix)
         return self
 
     def __exit__(
@@ -195,7 +211,7 @@ class Branches:
     ) -> None:
         if not self._is_open or self._start is None:
             return
-        self._is_open = False
+        self._close()
         try:
             self.cache.rollback(self._start)
         except CheckpointError:
@@ -218,7 +234,12 @@ class Branches:
         if number >= n_rows:
             raise ArgumentError(f"keep({number}): there are branches 0 to {n_rows - 1}")
         self.cache.batch_select_indices(torch.tensor([number]))
+        self._close()
+
+    def _close(self) -> None:
         self._is_open = False
+        if self._prefix is not None:
+            self.cache._open_prefixes.remove(self._prefix)
 
     def inputs(self, ids_or_texts: Any, tokenizer: Any = None) -> dict[str, torch.Tensor]:
         """Return the whole prompts of all branches as `generate` wants them, a row each.
@@ -262,6 +283,13 @@ def prefill_prefix(
         raise ArgumentError(
             f"prefix: the cache holds {n_held} tokens of another model, or of other weights; reset() first"
         )
+    n_noted = cache.transcript.n_noted
+    if n_held > n_noted:
+        raise ArgumentError(
+            f"prefix: the cache holds {n_held} tokens, {n_held - n_noted} of them a conversation, and a prefix is put "
+            f"behind what is held: reset() first; in the `with` of another prefix, call prefix() of that one. To have "
+            f"the conversation in the prefix, cache.transcript.note(cache.transcript.ids, cache.transcript.mask) before"
+        )
     ids, mask = as_tokens(ids_or_text, tokenizer, is_first=n_held == 0)
     if n_held:
         ids, mask = expanded(ids, mask, held_ids.shape[0])
@@ -288,7 +316,37 @@ def prefill_prefix(
         raise
     cache.transcript.note(whole_ids, whole_mask)
     cache.transcript.bind(model)
-    return Prefix(cache, whole_ids, whole_mask, model.device, cache.checkpoint())
+    return Prefix(cache, whole_ids, whole_mask, model.device, cache.checkpoint(), n_before=n_held)
+
+
+def check_open(cache: Any, n_kept: int, n_same: int | None, n_tokens: int) -> None:
+    """Raise `CheckpointError` if a prefix whose ``with`` is open were lost by keeping `n_kept` tokens.
+
+    Parameters
+    ----------
+    cache
+        An `ArenaCache`, or another, which has no prefixes.
+    n_kept : int
+        Tokens of the cache that a conversation goes on from.
+    n_same : int or None
+        Tokens that it has in common with what is held; None if nobody can tell.
+    n_tokens : int
+        Its tokens.
+    """
+    for prefix in getattr(cache, "_open_prefixes", ()):
+        n_prefix = len(prefix)
+        if n_kept >= n_prefix or not prefix.is_live:
+            continue
+        loss = f"which would drop the prefix of {n_prefix} tokens whose `with` block is open"
+        if n_same is None or n_same >= n_prefix < n_tokens:
+            raise CheckpointError(
+                f"generate_from starts over here, or keeps other rows (its Notes say when), {loss}; call generate with "
+                f"prefix.inputs(...) and the cache, or leave the block first"
+            )
+        raise CheckpointError(
+            f"the conversation of {n_tokens} tokens goes on from {min(n_same, n_tokens - 1)} of those that the cache "
+            f"holds, {loss}; let it begin with prefix.ids and have at least one token more, or leave the block first"
+        )
 
 
 def _forward(

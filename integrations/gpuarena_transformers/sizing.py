@@ -19,6 +19,7 @@ __all__ = [
     "cache_argument",
     "cache_of_one_token",
     "check_asked",
+    "check_model",
     "decoder_config",
     "devices_of",
     "evaluating",
@@ -61,6 +62,18 @@ def check_asked(max_context_length: Any, memory_fraction: Any) -> None:
         raise ArgumentTypeError(f"memory_fraction must be a number, not {type(memory_fraction).__name__}")
     if not 0 < float(memory_fraction) <= 1:
         raise ArgumentError(f"memory_fraction must be above 0 and at most 1, not {memory_fraction}")
+
+
+def check_model(model: Any, cache_class: type) -> None:
+    """Raise `ArgumentTypeError` unless this is a model that a cache may be measured for, and no config."""
+    if hasattr(model, "config"):
+        return
+    kind, name = type(model).__name__, cache_class.__name__
+    if hasattr(model, "get_text_config"):
+        raise ArgumentTypeError(
+            f"for_model takes a model, not its config, a {kind}; {name}(config) is made of that"
+        )
+    raise ArgumentTypeError(f"for_model takes a model of transformers, not {kind}")
 
 
 def devices_of(model: Any) -> list[torch.device]:

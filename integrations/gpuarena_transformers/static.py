@@ -27,6 +27,7 @@ from gpuarena_transformers.layout import measure_layout
 from gpuarena_transformers.memory import CacheMemory
 from gpuarena_transformers.sizing import (
     check_asked,
+    check_model,
     decoder_config,
     devices_of,
     free_nbytes,
@@ -102,7 +103,8 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
             raise ArgumentTypeError(f"config must be that of a model, not {type(config).__name__}")
         if getattr(config, "is_encoder_decoder", False):
             raise ArgumentError(
-                f"{type(config).__name__} is an encoder-decoder, which ArenaStaticCache does not serve; use ArenaCache"
+                f"{type(config).__name__} is an encoder-decoder, which ArenaStaticCache does not serve; use "
+                f"ArenaEncoderDecoderCache"
             )
         if max_context_length is None:
             max_context_length = model_max_length(config)
@@ -118,6 +120,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
             batch=self.max_batch_size,
             max_tokens=self.max_context_length,
             capacity_hint=" (max_context_length)",
+            batch_name="max_batch_size",
         )
         self.memory = CacheMemory(self.group, device=device, dtype=dtype, arena=arena)
         self.transcript = Transcript()
@@ -176,6 +179,7 @@ class ArenaStaticCache(StaticCache):  # type: ignore[misc]  # transformers is un
         OutOfMemoryError
             The memory cannot be reserved; it is taken here, not at the first token.
         """
+        check_model(model, cls)
         check_asked(max_context_length, memory_fraction)
         rows, longest = positive(max_batch_size, "max_batch_size"), model_max_length(model.config)
         held = [

@@ -30,6 +30,8 @@ class Transcript:
         """``[rows, n]`` int64, on the CPU."""
         self.mask = torch.empty((1, 0), dtype=torch.bool)
         """``[rows, n]`` bool: False where padding was given."""
+        self.n_noted = 0
+        """First tokens that a prefix, a file or `note` said are there; what `generate_from` runs is behind them."""
         self._model: weakref.ref[Any] | None = None
         self._weights: _Weights | None = None
 
@@ -54,11 +56,13 @@ class Transcript:
         self.mask = torch.ones_like(self.ids, dtype=torch.bool)
         if mask is not None:
             self.mask &= mask.detach().to("cpu") != 0
+        self.n_noted = len(self)
 
     def cut(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens` tokens, and whose they are where none are left."""
         if n_tokens < len(self):
             self.ids, self.mask = self.ids[:, :n_tokens], self.mask[:, :n_tokens]
+            self.n_noted = min(self.n_noted, n_tokens)
         if not len(self):
             self._model = self._weights = None
 

@@ -970,3 +970,10 @@ def test_a_host_cache_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_argument_that_there_is_not_is_told_of_the_class():
+    with pytest.raises(
+        TypeError, match=r"LaneCache\.__init__\(\) got an unexpected keyword argument 'batch'"
+    ):
+        LaneCache(Arena("1MiB"), _SPEC, lanes=1, max_tokens=16, batch=2)

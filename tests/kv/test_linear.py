@@ -20,7 +20,13 @@ from gpuarena import (
     ShapeError,
     StaleRegionError,
 )
-from gpuarena.errors import ArgumentTypeError, AutogradError, NotCopyableError
+from gpuarena.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AutogradError,
+    BackendError,
+    NotCopyableError,
+)
 from gpuarena.kv import KVCache, KVSpec, LayerGroup, LayerSpec
 
 torch = pytest.importorskip("torch")
@@ -587,3 +593,66 @@ def test_more_tokens_than_memory_is_the_arenas_own_error(make):
     with pytest.raises(OutOfMemoryError):
         KVCache(arena, spec, batch=1, max_tokens=10**14)
     assert arena.stats.used == 0
+
+
+def test_what_a_newcomer_is_told():
+    cache = host_cache(batch=2)
+    assert repr(cache) == "KVCache(0 of 16 tokens, 0 of 2 rows, 2 layers, 4 096 bytes (4.00 KiB))"
+    keys = tokens(3)
+    advice = "the arena is of backend='host'; make it with backend='torch', or convert the array"
+    with pytest.raises(ArgumentTypeError, match=f"keys must be a numpy.ndarray, not Tensor: {advice}"):
+        cache.append(0, keys, keys)
+    with pytest.raises(
+        ArgumentTypeError, match=r"torch.Tensor, not ndarray: .*'torch'; make it with backend='host'"
+    ):
+        torch_cache().append(0, keys.numpy(), keys.numpy())
+    step(cache, keys.numpy())
+    assert repr(cache).startswith("KVCache(3 of 16 tokens, 1 of 2 rows")
+    with pytest.raises(ArgumentTypeError, match=r"not int; truncate\(2\) cuts to that many tokens"):
+        cache.rollback(2)
+    with pytest.raises(ArgumentTypeError, match=r"not NoneType$"):
+        cache.rollback(None)
+    cache.reset()
+    with pytest.raises(ShapeError, match=r"at most 2 .*; make it with batch of at least 3$"):
+        step(cache, tokens(1, rows=3).numpy())
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 9, (3, 3, 1, 2), (12, 1, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [{}, {"window": 4}, {"window": 4, "sinks": 2}, {"window": 4, "slack": 2}, {"window": 4, "slack": 2, "sinks": 2}],
+    ids=str,
+)  # fmt: skip
+def test_attend_sees_the_window_and_the_sinks_of_the_layer(bounds, chunks):
+    spec = KVSpec([LayerSpec(2, 4, 4, "float32", **bounds)])
+    cache = torch_cache(spec, batch=2)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 16, 4), torch.randn(2, 2, 16, 4), torch.randn(2, 2, 16, 4)
+    at, of = torch.arange(16)[None], torch.arange(16)[:, None]
+    seen = at <= of
+    if bounds:
+        seen &= (at > of - bounds["window"]) | (at < bounds.get("sinks", 0))
+    scores = (q @ k.repeat_interleave(3, 1).mT) / 2
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(3, 1)
+    start = 0
+    for n in chunks:
+        new = slice(start, start + n)
+        views = cache.append(0, k[:, :, new], v[:, :, new])
+        found = [cache.attend(0, q[:, :, new], views)]
+        if n < 12 or "slack" not in bounds:  # more than a bounded layer holds cannot be read again
+            found.append(cache.attend(0, q[:, :, new]))
+        for out in found:
+            torch.testing.assert_close(out, wanted[:, :, new], atol=1e-5, rtol=0)
+        start += n
+
+
+def test_attend_refuses_what_it_cannot_take():
+    with pytest.raises(BackendError, match="attend needs a torch arena"):
+        host_cache().attend(0, np.ones((1, 2, 1, 4), np.float32))
+    cache = torch_cache()
+    step(cache, tokens(2))
+    with pytest.raises(ShapeError, match=r"queries are \[1, 3, 1, 4\]"):
+        cache.attend(0, torch.ones(1, 3, 1, 4))
+    with pytest.raises(ArgumentError, match="holds only 2 tokens"):
+        cache.attend(0, torch.ones(1, 2, 3, 4))
+    with pytest.raises(DTypeError, match=r"queries are torch\.float64"):
+        cache.attend(0, torch.ones(1, 2, 1, 4).double())

@@ -274,3 +274,18 @@ def test_counters_agree_with_the_figures_of_the_arena(program, debug):
                 assert profile.by_label[each].nbytes.current == arena.by_label().get(each, 0) - labels.get(
                     each, 0
                 )
+
+
+def test_a_profile_is_printed_as_a_table(arena):
+    with arena.profile("step") as profile, arena.scope():
+        arena.alloc(2000, "uint8", label="mask")
+        arena.alloc(10, "uint8")
+        with pytest.raises(OutOfMemoryError):
+            arena.alloc(10**9, "uint8", label="mask")
+    assert repr(profile) == "Profile('step', 2 regions, peak 2 010 bytes (1.96 KiB))"
+    assert str(profile).splitlines() == [
+        "label  regions   peak  allocated  freed  refused",
+        "mask         1  2 000      2 000  2 000        1",
+        "-            1     10         10     10        0",
+        "all          2  2 010      2 010  2 010        1",
+    ]

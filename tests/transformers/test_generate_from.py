@@ -553,6 +553,8 @@ def test_models_and_caches_that_this_does_not_work_on():
     model, cache = families.model("llama"), ArenaCache(families.config("llama"), 1, 40)
     with pytest.raises(ArgumentTypeError, match="must be an ArenaCache; a DynamicCache has no truncate"):
         generate_from(model, DynamicCache(), ids_of())
+    with pytest.raises(ArgumentTypeError, match=r"must be an ArenaCache, not None: ArenaCache\.for_model"):
+        generate_from(model, None, ids_of())
     with pytest.raises(ArgumentError, match="a LlamaModel does not generate"):
         generate_from(model.model, cache, ids_of())
 

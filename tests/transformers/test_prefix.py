@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import families  # noqa: E402 - after the skips
 from families import CACHE, assert_same, generate  # noqa: E402
-from gpuarena_transformers import ArenaCache, ArenaLayer, cache_argument  # noqa: E402
+from gpuarena_transformers import ArenaCache, ArenaLayer, cache_argument, generate_from  # noqa: E402
 from gpuarena_transformers.tokens import as_tokens  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -145,8 +145,9 @@ def test_prefixes_of_prefixes(name):
         assert_same(outputs, fresh(name, *PREFIX[0].tolist(), *QUESTIONS[0, :3].tolist()))
     # Going back to a shorter one takes the tokens of the longer one away.
     assert not question.is_live
-    assert repr(question) == "Prefix(12 tokens of 1 rows, stale)"
-    assert repr(examples) == "Prefix(9 tokens of 1 rows)"
+    assert repr(system) == "Prefix(5 tokens of 1 rows)"
+    assert repr(question) == "Prefix(3 tokens behind 9, of 1 rows, stale)"
+    assert repr(examples) == "Prefix(4 tokens behind 5, of 1 rows)"
     with pytest.raises(CheckpointError, match="the prefix of 12 tokens is stale"):
         question.__enter__()
     assert cache.get_seq_length() == 9
@@ -364,6 +365,59 @@ def test_what_is_refused():
     other = families.model("qwen2")
     with pytest.raises(ArgumentError, match="another model"):
         system.prefix(other, [3])
+
+
+def test_a_conversation_is_not_taken_for_the_beginning_of_a_prefix():
+    model = families.model("llama")
+    cache = ArenaCache(model.config, 1, 60)
+    chat = generate_from(model, cache, PREFIX, max_new_tokens=3)
+    with pytest.raises(ArgumentError, match=r"holds 14 tokens, 14 of them a conversation.*reset\(\) first"):
+        cache.prefix(model, [3, 4])
+    assert (cache.get_seq_length(), len(cache.transcript)) == (14, 14)
+    cache.transcript.note(cache.transcript.ids, cache.transcript.mask)
+    whole_chat = cache.prefix(model, [3, 4])
+    assert torch.equal(whole_chat.ids[:, :14], chat[:, :14])
+    assert repr(whole_chat) == "Prefix(2 tokens behind 14, of 1 rows)"
+    cache.reset()
+    system = cache.prefix(model, PREFIX)
+    with system:
+        generate_from(model, cache, system.inputs([7, 8]), max_new_tokens=3)
+        with pytest.raises(ArgumentError, match=r"holds 16 tokens, 4 of them a conversation"):
+            cache.prefix(model, [3, 4])
+        assert len(system.prefix(model, [3, 4])) == 14
+
+
+@pytest.mark.parametrize("block", ["prefix", "branches"])
+def test_a_conversation_that_would_drop_an_open_prefix_is_refused(block):
+    model = families.model("llama")
+    cache = ArenaCache(model.config, 2, 60)
+    system = cache.prefix(model, PREFIX)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    right = whole(PREFIX, QUESTIONS[:1])
+    wanted = model.generate(**right, **options)
+    with system if block == "prefix" else system.branches(1):
+        for wrong, n_same in ((torch.tensor([[99, 98]]), 0), (PREFIX[:, :5], 4), (PREFIX, 11)):
+            with pytest.raises(CheckpointError, match=f"goes on from {n_same} of those that the cache holds"):
+                generate_from(model, cache, wrong, **options)
+            assert (cache.get_seq_length(), system.is_live) == (12, True)
+        with pytest.raises(CheckpointError, match="generate_from starts over here"):
+            generate_from(model, cache, right, output_attentions=True, **options)
+        assert torch.equal(generate_from(model, cache, right, **options), wanted)
+    with system:
+        assert torch.equal(answer("llama", cache, system.inputs(QUESTIONS[:1])).sequences[:, :24], wanted)
+    generate_from(model, cache, QUESTIONS[:1], **options)  # nothing is open any more
+    assert not system.is_live
+
+
+def test_rows_that_would_drop_an_open_prefix_are_refused():
+    model = families.model("llama")
+    cache = ArenaCache(model.config, 2, 60)
+    system = cache.prefix(model, QUESTIONS)
+    with system:
+        with pytest.raises(CheckpointError, match="or keeps other rows"):
+            generate_from(model, cache, whole(QUESTIONS[1:], PREFIX), max_new_tokens=2)
+        generate_from(model, cache, whole(QUESTIONS, PREFIX.expand(2, -1)), max_new_tokens=2)
+    assert system.is_live
 
 
 # ------------------------------------------------------------------------------------------------------------- side by side

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 import families  # noqa: E402 - after the skips
 import gpuarena_transformers.cache as cache_module  # noqa: E402
 from families import CACHE  # noqa: E402
-from gpuarena_transformers import ArenaCache  # noqa: E402
+from gpuarena_transformers import ArenaCache, ArenaEncoderDecoderCache, ArenaStaticCache  # noqa: E402
 from gpuarena_transformers.budget import Plan, most_tokens_in, reserved_nbytes  # noqa: E402
 from gpuarena_transformers.from_config import size_of_config  # noqa: E402
 from gpuarena_transformers.layout import LayerLayout, ModelLayout, measure_layout  # noqa: E402
@@ -20,8 +20,8 @@ from gpuarena_transformers.prefill import PrefillCost, measure_prefill  # noqa: 
 from gpuarena_transformers.sizing import _container_nbytes, free_nbytes  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
-from gpuarena import OutOfMemoryError  # noqa: E402
-from gpuarena.errors import ArgumentError  # noqa: E402
+from gpuarena import Arena, OutOfMemoryError  # noqa: E402
+from gpuarena.errors import ArgumentError, ArgumentTypeError  # noqa: E402
 from gpuarena.kv import KVSpec, LayerSpec  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -369,3 +369,39 @@ def test_models_of_other_modes_are_measured_alike():
     model = AutoModelForCausalLM.from_config(families.config("llama")).train()
     assert measure_layout(model).bytes_per_token == 512
     assert model.training
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "lfm2"])
+def test_caches_share_an_arena_of_what_they_take(name, rows):
+    model = families.model(name)
+    nbytes = ArenaCache.arena_nbytes(model.config, rows, 20, dtype=torch.float32)
+    arena = Arena(2 * nbytes, backend="torch", device="cpu")
+    caches = [ArenaCache(model.config, rows, 20, arena=arena) for _ in range(2)]
+    prompt = families.prompt()["input_ids"][:1].expand(rows, -1)
+    with torch.no_grad():
+        for cache in caches:
+            model(input_ids=prompt, **{CACHE: cache})
+            cache.reorder_cache(torch.arange(rows))
+            assert cache.arenas == [arena]
+    assert 0.9 * 2 * nbytes < arena.stats.top <= 2 * nbytes
+    if rows == 1 and name != "gemma4":  # nothing to spare; of layers that differ, a later one finds it out
+        with pytest.raises(OutOfMemoryError), torch.no_grad():
+            model(
+                input_ids=prompt,
+                **{CACHE: ArenaCache(model.config, 1, 20, arena=Arena(nbytes - 256, backend="torch"))},
+            )
+
+
+def test_a_config_is_no_model():
+    config = families.config("llama")
+    for cache_class in (ArenaCache, ArenaStaticCache, ArenaEncoderDecoderCache):
+        name = cache_class.__name__
+        with pytest.raises(
+            ArgumentTypeError, match=rf"not its config, a LlamaConfig; {name}\(config\) is made"
+        ):
+            cache_class.for_model(config)
+    with pytest.raises(ArgumentTypeError, match="takes a model of transformers, not str"):
+        ArenaCache.for_model("llama")
+    with pytest.raises(ArgumentTypeError, match="config must be that of a model"):
+        ArenaCache.arena_nbytes(None, 1, 20)

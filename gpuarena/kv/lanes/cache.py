@@ -73,6 +73,10 @@ class LaneCache(LaneWriting):
     has left gaps between their positions.
     """
 
+    def __init__(self, arena: Arena, spec: KVSpec, *, lanes: int, max_tokens: int) -> None:
+        # Only for the name that Python gives in the error of an argument that there is not.
+        super().__init__(arena, spec, lanes=lanes, max_tokens=max_tokens)
+
     # -- cutting ------------------------------------------------------------------------------------------------
 
     def truncate(self, lane: int, n_tokens: int) -> None:

@@ -111,7 +111,10 @@ class CupyBackend(Backend):
             check_broadcast(value.shape, array.shape)
             if value.dtype == array.dtype:  # bytes are copied; CuPy has no kernels for float8 and its like
                 array, value = _as_integers(array), _as_integers(value)
-            array[...] = cupy.asarray(value)
+            source = cupy.asarray(value)
+            if cupy.may_share_memory(source, array):  # CuPy copies runs by memcpy, where they may not overlap
+                source = source.copy()
+            array[...] = source
 
     def invalidate(self, arrays: Sequence[Any]) -> None:
         """Do nothing: CuPy keeps no version of an array."""

@@ -111,7 +111,10 @@ class TorchBackend(Backend):
                 raise out_of_memory(nbytes, name, error) from error
             raise DeviceMismatchError(f"torch cannot use device {name!r}: {error}", device=name) from error
         start = align_up(raw.data_ptr(), alignment) - raw.data_ptr()
-        return cls(raw[start : start + nbytes], owned=True)
+        made = cls(raw[start : start + nbytes], owned=True)
+        if pinned:  # which may have started CUDA just now, and torch.cuda does not know of that
+            made.survives_fork = False
+        return made
 
     @classmethod
     def adopt(cls, buffer: torch.Tensor, *, owned: bool = False) -> TorchBackend:
@@ -351,7 +354,8 @@ class TorchBackend(Backend):
             differs = self._byte_range(start, stop) != byte
             if not bool(differs.any()):
                 return None
-            return start + int(differs.nonzero()[0, 0])
+            # argmax is the first of them; nonzero would take eight bytes for each.
+            return start + int(differs.view(torch.uint8).argmax())
 
     def read_bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a copy of the bytes on the host, in pinned memory if they come from a CUDA device."""

@@ -6,6 +6,7 @@ tests/gpu, by the same bodies as the other backends'.
 
 from __future__ import annotations
 
+import sys
 import weakref
 
 import numpy as np
@@ -82,6 +83,12 @@ def test_types_of_ml_dtypes_are_cupys_too(arena, name):
     array = arena.alloc((2, 3), name).array
     assert array.dtype == as_dtype(name).numpy
     assert array.itemsize == as_dtype(name).itemsize
+
+
+def test_float8_e5m2_is_not_exported_as_a_float_of_8_bits(arena, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # which exports it in CuPy's place
+    with pytest.raises(BufferError, match="float8_e5m2"):
+        arena.alloc(4, "float8_e5m2").__dlpack__()
 
 
 def test_types_of_torch_alone_are_refused(arena):

@@ -15,7 +15,7 @@ from properties.test_kv_machine import CupyLibrary, TorchLibrary, run_kv_machine
 
 from gpuarena import DeviceMismatchError  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 
 @pytest.fixture

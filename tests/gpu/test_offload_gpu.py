@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 #: Clock cycles that a kernel spins: about a tenth of a second, long enough for the host and copies to get ahead.
 SPIN = 200_000_000

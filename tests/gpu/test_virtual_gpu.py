@@ -70,7 +70,7 @@ def test_work_runs_across_the_borders_of_chunks(backend):
     x = backend.root(0, (n_elements,), FLOAT32)
     backend.write(x, 1)
     x += x
-    assert float(x.sum()) == 2 * n_elements
+    assert float(x.min()) == float(x.max()) == 2  # a sum of so many float32 is rounded
     assert backend.find_other(0, 256 * MIB, 0) == 3  # the bytes of 2.0 are 0, 0, 0, 64
 
 

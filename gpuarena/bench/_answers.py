@@ -14,7 +14,7 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 from gpuarena.bench import _caches, _compiled
 from gpuarena.bench._caches import OURS, REFERENCE, VARIANTS, Way
 from gpuarena.bench._models import Models
-from gpuarena.bench._steps import TOLERANCE, difference, reason
+from gpuarena.bench._steps import difference, reason, tolerance
 from gpuarena.bench.harness import Group, Variant, WrongDataError, measure, rows
 
 __all__ = ["COMPILED_ANSWERS", "measure_answers"]
@@ -112,7 +112,6 @@ def measure_answers(
     capacity = {"exact": length + new_tokens, "largest": 2 * (length + new_tokens)}
     ways = {name: way for name, way in VARIANTS.items() if way.kind != "ideal"}
     ways |= COMPILED_ANSWERS if compiled else {}
-    dtype = str(models.dtype).removeprefix("torch.")
     first: tuple[torch.Tensor, torch.Tensor] | None = None  # the answer and its logits
     compile_s = 0.0
     ready: dict[str, _Answers] = {}
@@ -132,7 +131,7 @@ def measure_answers(
                 logits = torch.cat(found.logits).float()
                 if first is None:
                     first = found.sequences[:, length:], logits
-                figures[name]["logits_difference"] = _compared(logits, first[1], length, dtype)
+                figures[name]["logits_difference"] = _compared(logits, first[1], length, models)
             except WrongDataError as error:
                 if name == OURS:
                     raise WrongDataError(f"{name!r}: {error}") from None
@@ -199,12 +198,14 @@ def _first_answer(one: _Answers, answer: torch.Tensor | None) -> tuple[Any, dict
     return found, {"compile_s": seconds}
 
 
-def _compared(logits: torch.Tensor, wanted: torch.Tensor, length: int, dtype: str) -> float:
+def _compared(logits: torch.Tensor, wanted: torch.Tensor, length: int, models: Models) -> float:
+    dtype = str(models.dtype).removeprefix("torch.")
+    allowed = tolerance(dtype, int(models.config.num_hidden_layers))
     off = difference(logits, wanted)
-    if not off < TOLERANCE[dtype]:
+    if not off < allowed:
         raise WrongDataError(
             f"the logits behind {length} tokens are {off:.3g} standard deviations away from those of {REFERENCE!r}; "
-            f"{TOLERANCE[dtype]} is allowed in {dtype}"
+            f"{allowed:.3g} is allowed in {dtype}"
         )
     return off
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["NOT_MEASURED", "OUTCOMES", "failures", "label", "parts"]
+from gpuarena.errors import ArgumentError
+
+__all__ = ["NOT_MEASURED", "OUTCOMES", "complete", "failures", "label", "parts"]
 
 NOT_MEASURED = "not measured"
 #: How the outcome of a check reads.
@@ -36,6 +39,23 @@ def parts(results: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         return
     for one in results["benchmarks"]:
         yield from parts(one)
+
+
+@contextlib.contextmanager
+def complete() -> Iterator[None]:
+    """Let what is missing in results, or is something else than it should be, be told in a line.
+
+    Raises
+    ------
+    ArgumentError
+        In place of the error that the block raised.
+    """
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ArgumentError(f"the results are incomplete: {type(error).__name__} {error}") from None
 
 
 def failures(results: Mapping[str, Any]) -> list[str]:

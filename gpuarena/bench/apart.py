@@ -19,7 +19,8 @@ from typing import Any
 
 from gpuarena._files import replacing
 from gpuarena.bench import suite
-from gpuarena.bench._labels import OUTCOMES
+from gpuarena.bench._json import as_json
+from gpuarena.bench._labels import OUTCOMES, label
 from gpuarena.bench.suite import Job, Results
 from gpuarena.errors import BackendError
 
@@ -51,7 +52,8 @@ def run(
     names, device, gpu, quick, budget_s
         As there; the device by its name.
     stall_s : float
-        Seconds without a new group or check after which a process is killed.
+        Seconds without a new group or check after which a process is killed; twice what a benchmark is expected to
+        take where that is more, since one that compiles may have a single group.
     on_result : callable, optional
         Called with all results so far, whenever there are more.
 
@@ -178,7 +180,12 @@ class _Work:
                 return True
 
             try:
-                why = self._wait(process, look, None if left is None else left + _GRACE_S)
+                why = self._wait(
+                    process,
+                    look,
+                    lambda: self._patience(left_behind),
+                    None if left is None else left + _GRACE_S,
+                )
             except KeyboardInterrupt:  # the process has got it too, and writes what it has
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=10)
@@ -193,7 +200,24 @@ class _Work:
                 raise BackendError(left_behind.found["refused"])
             return left_behind.entries, why
 
-    def _wait(self, process: subprocess.Popen[bytes], look: Callable[[], bool], left: float | None) -> str:
+    def _patience(self, left_behind: _File) -> float:
+        """Return the seconds that may pass without anything new from what is being run."""
+        running = [
+            label(entry) for entry in left_behind.entries if entry.get("unfinished") and "checks" not in entry
+        ]
+        if self.request["quick"] or not running:
+            return self.stall_s
+        on_gpu = self.request["device"] != "cpu"
+        expected = (job.gpu_s if on_gpu else job.cpu_s for job in suite.JOBS if job.label in running)
+        return max(self.stall_s, 2 * max(expected, default=0.0))
+
+    def _wait(
+        self,
+        process: subprocess.Popen[bytes],
+        look: Callable[[], bool],
+        patience: Callable[[], float],
+        left: float | None,
+    ) -> str:
         """Wait for a process to end; say what was wrong with that, empty if nothing."""
         began = moved = time.monotonic()
         while process.poll() is None:
@@ -201,8 +225,8 @@ class _Work:
             now = time.monotonic()
             if look():
                 moved = now
-            if now - moved > self.stall_s:
-                return f"its process was killed: nothing new came for {self.stall_s:.0f} s"
+            if now - moved > patience():
+                return f"its process was killed: nothing new came for {now - moved:.0f} s"
             if left is not None and now - began > left:
                 return f"its process was killed: it went on for {now - began:.0f} s, beyond the budget"
         if process.returncode < 0:
@@ -256,7 +280,7 @@ def _main(text: str) -> int:
 
     def write(results: Results) -> None:
         with replacing(path) as file:
-            json.dump(results, file)
+            file.write(as_json(results))
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -264,7 +288,7 @@ def _main(text: str) -> int:
     try:
         suite.run(
             **request,
-            on_start=lambda label: say(f"== {label}"),
+            on_start=lambda started: say(f"== {started}"),
             on_group=lambda group: say(f"   {group.get('title')}"),
             on_check=lambda check: say(f"   {OUTCOMES[check['passed']]}: {check['title']}"),
             on_result=write,

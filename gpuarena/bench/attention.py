@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gpuarena_transformers  # noqa: F401 - without it nothing here can be measured, which is said at once
 import torch
 import torch.nn.functional as F
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuarena.bench._labels import OUTCOMES, label, parts
+from gpuarena.bench._labels import OUTCOMES, complete, label, parts
 from gpuarena.errors import ArgumentError
 
 __all__ = ["Change", "Comparison", "Figure", "Move", "compare", "figures", "load", "outcomes", "readings"]
@@ -93,7 +93,8 @@ def load(path: Any) -> dict[str, Any]:
         The file is no JSON, or holds no results.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text, parse_constant=lambda name: None)  # NaN, which is no JSON, is no figure
     except ValueError as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict) or not {"benchmark", "benchmarks"} & found.keys():
@@ -194,7 +195,7 @@ def _changes(first: Mapping[Name, Any], second: Mapping[Name, Any]) -> list[Chan
 def _rows(name: str, title: str, rows: dict[str, Any], reference: str) -> Iterator[tuple[Name, Figure]]:
     base = _noise(rows[reference]) if reference in rows else 0.0
     for row, found in rows.items():
-        if row != reference and "ratio" in found and "median_s" in found:
+        if row != reference and found.get("ratio") is not None and found.get("median_s") is not None:
             yield (name, title, row), Figure(found["ratio"], _noise(found) + base)
 
 
@@ -216,6 +217,11 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
     >>> [(move.name[-1], round(move.change, 2), move.is_beyond_noise) for move in compare(run(2.0), run(3.0)).moves]
     [('theirs', 1.5, True)]
     """
+    with complete():
+        return _compare(before, after)
+
+
+def _compare(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
     first, second = figures(before), figures(after)
     moves = [Move(name, first[name], second[name]) for name in first if name in second]
     moves.sort(key=lambda move: max(move.change, 1 / move.change), reverse=True)

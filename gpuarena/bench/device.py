@@ -188,7 +188,10 @@ class CudaDevice(Device):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             body()
             self.synchronize()
-        return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or ())
+        return sum(  # an annotation is shown on the device as well, around the kernels that it is about
+            event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+            for event in profiler.events() or ()
+        )
 
     def copy_bandwidth(self, nbytes: int = 1 << 30) -> float:
         """As `Device`, over more than caches hold."""

@@ -96,6 +96,7 @@ def run(
     where = device_of(device)
     if quick or where.is_fake:
         lengths, batches, new_tokens, rounds = [32, 64], [1, 2], 4, min(rounds, 2)
+        whole_limit = min(whole_limit, lengths[0])
         models = _models.random_models(where, getattr(torch, dtype), 2, _models.TINY)
     else:
         models = _models.load(model, where, getattr(torch, dtype), layers=layers)

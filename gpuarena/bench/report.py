@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuarena.bench._labels import NOT_MEASURED, OUTCOMES, failures, label, parts
+from gpuarena.bench._labels import NOT_MEASURED, OUTCOMES, complete, failures, label, parts
 from gpuarena.errors import ArgumentError
 
 __all__ = ["Sheet", "checks_sheet", "figure_text", "group_sheet", "markdown", "sheets", "sheets_of_tests"]
@@ -146,7 +146,7 @@ def _group_sheet(group: Mapping[str, Any], title: str | None) -> Sheet:
     rows: dict[str, dict[str, Any]] = group["rows"]
     names = list(dict.fromkeys(key for row in rows.values() for key in row if key not in _TIMES))
     figures = [key for key in _FIGURES if key in names] + [key for key in names if key not in _FIGURES]
-    medians = [row["median_s"] for row in rows.values() if "median_s" in row]
+    medians = [row["median_s"] for row in rows.values() if row.get("median_s") is not None]
     headings = [""]
     if medians:
         in_ms = min(medians) >= 1e-3
@@ -167,11 +167,11 @@ def _group_sheet(group: Mapping[str, Any], title: str | None) -> Sheet:
 
 
 def _times(row: Mapping[str, Any], factor: float) -> list[str]:
-    if "median_s" not in row:
-        return ["", "", ""]
+    if row.get("median_s") is None or None in row["quartiles_s"]:
+        return [NOT_MEASURED if "median_s" in row else "", "", ""]
     low, high = row["quartiles_s"]
     median, low, high = (_three_digits(seconds * factor) for seconds in (row["median_s"], low, high))
-    return [median, f"{low} - {high}", f"{row['ratio']:.2f}" if "ratio" in row else ""]
+    return [median, f"{low} - {high}", f"{row['ratio']:.2f}" if row.get("ratio") is not None else ""]
 
 
 def _three_digits(value: float) -> str:
@@ -212,7 +212,9 @@ def checks_sheet(checks: Sequence[Mapping[str, Any]], title: str = "checks") -> 
 def figure_text(figure: Mapping[str, Any]) -> str:
     """Return a figure of a check with its unit."""
     value = figure["value"]
-    text = str(value) if isinstance(value, (str, bool)) or value is None else significant(value)
+    if value is None:
+        return NOT_MEASURED
+    text = str(value) if isinstance(value, (str, bool)) else significant(value)
     return f"{text} {figure.get('unit', '')}".strip()
 
 
@@ -259,6 +261,11 @@ def markdown(results: Mapping[str, Any], *, level: int = 1, title: str | None = 
     """
     if not 1 <= level <= 5:
         raise ArgumentError(f"the level of the top heading must be 1 to 5, not {level}")
+    with complete():
+        return _markdown(results, level, title)
+
+
+def _markdown(results: Mapping[str, Any], level: int, title: str | None) -> str:
     found = list(parts(results))
     lines = [f"{'#' * level} {title or _title(results)}", "", *_circumstances(results), *_verdict(results)]
     for part in found:

@@ -222,6 +222,7 @@ def run(
             )
         else:
             on_start(job.label)
+            tell()  # what is being run, for who finds the file of a process that died, or waits for more
             _measure(job, where, quick, entry, left, skipped_checks, on_group, on_check, tell)
             why = _give_back(where)
             lost = f"the device does not answer any more after {job.label}: {why}" if why else ""

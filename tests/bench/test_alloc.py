@@ -23,7 +23,7 @@ SHARED = torch.empty(3, 5)
 
 @pytest.fixture(scope="module")
 def result():
-    return alloc.run(quick=True)
+    return alloc.run(quick=True, rounds=1)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,8 @@ def test_a_group_that_fails_on_a_gpu_leaves_the_others():
 def test_the_command_prints_the_tables_and_writes_the_figures(tmp_path, monkeypatch):
     leave_out_what_is_slow(monkeypatch)
     path = tmp_path / "alloc.json"
-    done = CliRunner().invoke(app, ["bench", "alloc", "--quick", "--device", "cpu", "--json", str(path)])
+    arguments = ["bench", "alloc", "--quick", "--device", "cpu", "--rounds", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--json", str(path)])
     assert done.exit_code == 0, done.output
     assert "arena.empty" in done.output
     assert '"benchmark": "alloc"' in path.read_text()

@@ -110,6 +110,16 @@ def test_a_process_that_cannot_even_begin_ends_with_its_benchmarks_noted(play):
     assert gpu["error"] == kv["error"] == "its process ended with status 3"
 
 
+def test_one_that_compiles_is_waited_for_as_long_as_it_may_take(tmp_path):
+    work = apart._Work({"device": "cuda", "quick": False}, None, 120.0, lambda results: None)
+    compiles = next(job for job in suite.JOBS if job.always.get("compiled"))
+    found = apart._File(tmp_path / "none")
+    found.found = {"benchmarks": [{**compiles.facts, "unfinished": True}]}
+    assert work._patience(found) == 2 * compiles.gpu_s > 120
+    found.found = {"benchmarks": [dict(compiles.facts), {"benchmark": "alloc", "unfinished": True}]}
+    assert work._patience(found) == 120
+
+
 def test_a_device_that_is_not_there_is_said_at_once(play):
     play('write(refused="there is no CUDA device")', "kv")
     with pytest.raises(BackendError, match="there is no CUDA device"):

@@ -1,5 +1,6 @@
 """Results as Markdown and as tables of a terminal: everything that was found is there, and nothing is markup."""
 
+import contextlib
 import copy
 import io
 import json
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gpuarena.bench.compare import load
+from gpuarena.bench._json import as_json
+from gpuarena.bench.compare import compare, load
 from gpuarena.bench.report import checks_sheet, group_sheet, markdown
 from gpuarena.cli._bench_tables import table
 from gpuarena.errors import ArgumentError
@@ -171,3 +173,45 @@ def test_a_terminal_shows_the_cells_of_the_document():
 def test_groups_that_lack_something_are_refused(group):
     with pytest.raises(ArgumentError, match="incomplete"):
         group_sheet(group)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"benchmarks": 3},
+        {"benchmarks": [3, None]},
+        {"checks": [{"title": "a", "passed": 3}]},
+        {"checks": 3, "label": {"a": 1}},
+        {"environment": [1]},
+        {"environment": {"versions": 3}},
+        {"geometry": [1]},
+        {"groups": [None]},
+        {"tests": [1]},
+        {"tests": {"cases": [3]}},
+    ],
+    ids=str,
+)
+def test_results_of_another_form_are_refused_in_one_line(more):
+    broken, good = {"benchmark": "kv", **more}, {"benchmark": "kv", "groups": []}
+    with pytest.raises(ArgumentError, match="incomplete"):
+        markdown(broken)
+    with contextlib.suppress(ArgumentError):  # which does not look at everything
+        compare(good, broken)
+
+
+def test_a_figure_that_is_no_number_is_null_and_not_measured(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    bad = {"median_s": nan, "quartiles_s": [nan, inf], "ratio": nan, "peak_nbytes": inf}
+    good = {"median_s": 1e-6, "quartiles_s": [1e-6, 1e-6], "ratio": 1.0, "peak_nbytes": 1_000_000}
+    group = {"title": "copies", "reference": "ours", "rows": {"ours": good, "theirs": bad}}
+    check = {"title": "c", "passed": True, "figures": {"n": {"value": nan, "unit": "bytes"}}}
+    text = as_json({"benchmark": "kv", "groups": [group], "checks": [check]})
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    for written in (text, json.dumps({"benchmark": "kv", "groups": [group], "checks": [check]})):
+        path = tmp_path / "results.json"
+        path.write_text(written)
+        found = markdown(load(path))
+        assert "| theirs | not measured | | | not measured |" in found
+        assert "n: not measured" in found
+        assert compare(load(path), load(path)).moves == ()

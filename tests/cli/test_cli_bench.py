@@ -1,6 +1,7 @@
 """``gpuarena bench``: where it runs, what it writes, and how it ends; the figures are those of doubles."""
 
 import json
+import sys
 
 import pytest
 
@@ -150,6 +151,20 @@ def test_wrong_usage(arguments, message):
     done = bench(*arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    import gpuarena.bench
+    from gpuarena.errors import BackendError
+
+    for name in [one for one in sys.modules if one.startswith("gpuarena_transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "gpuarena.bench.attention", raising=False)
+    monkeypatch.delattr(gpuarena.bench, "attention", raising=False)
+    done = bench("attention", "--fake-gpu")
+    assert isinstance(done.exception, BackendError)
+    assert "bench attention needs the transformers extra" in str(done.exception)
 
 
 def test_alone_it_shows_its_commands():

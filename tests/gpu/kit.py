@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -93,9 +92,10 @@ def write(results: dict[str, Any], out: Path) -> None:
     """Write the results so far, and the document beside them."""
     from gpuarena._files import replacing
     from gpuarena.bench import report
+    from gpuarena.bench._json import as_json
 
     with replacing(out) as file:
-        file.write(json.dumps(results, indent=2) + "\n")
+        file.write(as_json(results, indent=2) + "\n")
     try:
         text = report.markdown(results)
     except Exception as error:  # the figures are what matters, and they are written
@@ -111,15 +111,20 @@ def run_tests(*, fake: bool, budget: float, folder: Path = ROOT / "tests" / "gpu
     if budget < 5:
         return {"counts": {}, "cases": [], "not_measured": "no time of the budget was left"}
     began = time.monotonic()
-    environment = {**os.environ, "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", "ci")}
+    # No plugin is needed, and one that is broken would end all tests.
+    environment = {
+        **os.environ,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", "ci"),
+    }
     if fake:
         environment["GPUARENA_FAKE_GPU"] = "1"
     with tempfile.TemporaryDirectory(prefix="gpuarena-kit-") as made:
         path = Path(made) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={path}", str(folder)]
-        # No plugin is needed, and a module whose imports fail is one error. Warnings are no errors here: the
-        # libraries of the GPU machine are others than those that CI knows.
-        command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--continue-on-collection-errors"]
+        # A module whose imports fail is one error. Warnings are no errors here: the libraries of the GPU machine are
+        # others than those that CI knows.
+        command += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
         command += ["-o", "addopts=-ra", "-o", "filterwarnings=default"]
         if importlib.util.find_spec("hypothesis") is None:
             command += [f"--confcutdir={folder}"]  # the conftest above wants it; only tests that do fail then

@@ -116,7 +116,7 @@ class _SimulatedLanes:
     """Streams of a simulated device, which runs what was launched last as early as the order allows; see `Lanes`."""
 
     def __init__(self) -> None:
-        from gpuarena.testing.streams import StreamedFakeDevice, byte_ranges  # which needs hypothesis
+        from gpuarena.testing.streams import StreamedFakeDevice, byte_ranges
 
         self._device = StreamedFakeDevice()
         self._ranges = byte_ranges

@@ -51,9 +51,8 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         if device.startswith("cuda"):
             found["gpu"] = torch.cuda.get_device_name(device)
             found["cuda"] = torch.version.cuda
-            driver = getattr(
-                torch._C, "_cuda_getDriverVersion", None
-            )  # private: left out where it is not there
+            # Private, so left out where it is not there.
+            driver = getattr(torch._C, "_cuda_getDriverVersion", None)
             if driver is not None:
                 found["cuda_of_driver"] = driver()
     return found

@@ -108,6 +108,7 @@ def test_inductor(n_reads):
     assert where == [layer.keys.data_ptr() for layer in cache.layers]
 
 
+@pytest.mark.nightly  # four graphs: twenty seconds; test_static.py has the buckets without a compiler
 def test_a_graph_for_each_bucket(n_reads):
     name = "gemma3"  # with and without windows
     cache = ArenaStaticCache(families.model(name).config, 2, CAPACITY, bucket=16)

@@ -89,6 +89,17 @@ def test_the_figures_are_those_of_the_files():
     assert [[title, *cells.split(" | ")] for title, cells in rows] == expected
 
 
+def test_the_floor_is_that_of_the_files():
+    found = [
+        group["rows"]["ArenaCache + gpuarena"]["floor_ratio"]
+        for path in (README.parent / "docs" / "benchmarks").glob("*-cpu-decode-*.json")
+        for group in json.loads(path.read_text())["groups"]
+    ]
+    text = README.read_text(encoding="utf-8")
+    [said] = re.findall(r"`ArenaCache` takes ([\d.]+) to ([\d.]+) times what the bytes", text)
+    assert list(said) == [f"{min(found):.2f}", f"{max(found):.2f}"]
+
+
 def test_the_figures_of_allocation_are_those_of_the_file():
     [path] = (README.parent / "docs" / "benchmarks").glob("*-cpu-alloc.json")
     groups = {group["title"]: group["rows"] for group in json.loads(path.read_text())["groups"]}

@@ -161,7 +161,10 @@ def _group_sheet(group: Mapping[str, Any], title: str | None) -> Sheet:
         cells.append(tuple(here))
     notes = []
     if "floor_s" in group:
-        notes.append(f"Nothing can be faster than {significant(group['floor_s'] * 1e6)} us.")
+        floor = f"{significant(group['floor_s'] * 1e3)} ms"
+        notes.append(
+            f"Floor: {floor} for the bytes of weights and live keys and values, at the bandwidth of a copy."
+        )
     notes += [f"{NOT_MEASURED}: {name}: {why}" for name, why in (group.get("not_measured") or {}).items()]
     return Sheet(title or group["title"], tuple(headings), tuple(cells), tuple(notes))
 

@@ -28,7 +28,8 @@ from gpuarena.bench._alloc_peers import (
     peer_group,
     torch_empty,
 )
-from gpuarena.bench._collect import Maker, not_measured, reason
+from gpuarena.bench._collect import Maker, not_measured
+from gpuarena.bench._labels import reason
 from gpuarena.bench.device import Device
 from gpuarena.bench.harness import Group
 

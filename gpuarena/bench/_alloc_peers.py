@@ -12,7 +12,7 @@ from typing import Any
 
 from gpuarena import Arena
 from gpuarena.bench import harness
-from gpuarena.bench._collect import reason
+from gpuarena.bench._labels import reason
 from gpuarena.bench.device import Device
 from gpuarena.bench.harness import Group, Variant, WrongDataError
 

@@ -13,8 +13,9 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 from gpuarena.bench import _caches, _compiled
 from gpuarena.bench._caches import OURS, REFERENCE, VARIANTS, Way
+from gpuarena.bench._labels import reason
 from gpuarena.bench._models import Models
-from gpuarena.bench._steps import difference, reason, tolerance
+from gpuarena.bench._steps import difference, tolerance
 from gpuarena.bench.harness import Group, Variant, WrongDataError, measure, rows
 
 __all__ = ["COMPILED_ANSWERS", "measure_answers"]

@@ -7,10 +7,11 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from gpuarena.bench._labels import reason
 from gpuarena.bench.device import Device
 from gpuarena.bench.harness import Group
 
-__all__ = ["Maker", "collect", "not_measured", "on_device", "reason"]
+__all__ = ["Maker", "collect", "not_measured", "on_device"]
 
 #: The title of a group, and what measures it, called with the title.
 Maker = tuple[str, Callable[[str], Group]]
@@ -47,12 +48,6 @@ def collect(
 def not_measured(title: str, why: dict[str, str]) -> Group:
     """Return a group without rows; `why` tells by name what could not be measured."""
     return {"title": title, "reference": None, "rows": {}, "not_measured": why}
-
-
-def reason(error: BaseException) -> str:
-    """Return the type and the first line of an error."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _give_back(device: Device) -> None:

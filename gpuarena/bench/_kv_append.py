@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from gpuarena.bench._collect import Maker, reason
+from gpuarena.bench._collect import Maker
 from gpuarena.bench._kv_meter import TrafficMeter
 from gpuarena.bench._kv_setup import Setup, halves, transformers_or_none
 from gpuarena.bench._kv_stores import (
@@ -25,6 +25,7 @@ from gpuarena.bench._kv_stores import (
     growing_cache,
     tokens_of,
 )
+from gpuarena.bench._labels import reason
 from gpuarena.bench.harness import Group, Variant, WrongDataError
 
 __all__ = ["OURS", "append_groups", "launches", "lengths", "loop_groups", "oracle", "steps"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpuarena.arena import Arena
-from gpuarena.bench._collect import Maker, reason
+from gpuarena.bench._collect import Maker
 from gpuarena.bench._kv_append import (
     N_SLOW_STEPS,
     N_STEPS,
@@ -25,6 +25,7 @@ from gpuarena.bench._kv_append import (
 )
 from gpuarena.bench._kv_setup import Setup
 from gpuarena.bench._kv_stores import Arenas, Store, Token, Views, tokens_of
+from gpuarena.bench._labels import reason
 from gpuarena.bench.harness import Group, Variant, check
 from gpuarena.errors import CapacityError
 

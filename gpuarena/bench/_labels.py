@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuarena.errors import ArgumentError
 
-__all__ = ["NOT_MEASURED", "OUTCOMES", "complete", "failures", "label", "parts"]
+__all__ = ["NOT_MEASURED", "OUTCOMES", "complete", "failures", "label", "not_run", "parts", "reason"]
 
 NOT_MEASURED = "not measured"
 #: How the outcome of a check reads.
@@ -56,6 +56,21 @@ def complete() -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ArgumentError(f"the results are incomplete: {type(error).__name__} {error}") from None
+
+
+def reason(error: BaseException) -> str:
+    r"""Return the type and the first line of an error, which say why something was not measured.
+
+    >>> reason(ValueError("too long:\n  a list")), reason(KeyboardInterrupt())
+    ('ValueError: too long:', 'KeyboardInterrupt')
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def not_run(title: str, passed: bool | None, why: str) -> dict[str, Any]:
+    """Return the result of a check that was not run to its end, as `gpuarena.bench.gpu` has it of the others."""
+    return {"title": title, "passed": passed, "why": why, "seconds": 0.0, "figures": {}, "groups": []}
 
 
 def failures(results: Mapping[str, Any]) -> list[str]:

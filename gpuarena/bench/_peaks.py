@@ -10,8 +10,8 @@ from gpuarena_transformers import cache_argument
 
 from gpuarena.bench import _caches
 from gpuarena.bench._caches import Way
+from gpuarena.bench._labels import reason
 from gpuarena.bench._models import Models
-from gpuarena.bench._steps import reason
 from gpuarena.bench.memory import meter_updates
 
 __all__ = ["step_memory"]

@@ -16,7 +16,7 @@ from gpuarena.bench._caches import IdealCache, Way
 from gpuarena.bench._models import Models
 from gpuarena.bench.harness import WrongDataError
 
-__all__ = ["CHECKED", "TOLERANCE", "Steps", "difference", "reason", "tolerance"]
+__all__ = ["CHECKED", "TOLERANCE", "Steps", "difference", "tolerance"]
 
 #: Largest difference of logits, in units of their standard deviation: rounding alone, in either dtype, of a model of
 #: at most 4 layers.
@@ -185,9 +185,3 @@ def tolerance(dtype: str, layers: int) -> float:
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return how far apart two tensors are at most, in standard deviations of the second."""
     return float((one - other).abs().max() / other.std())
-
-
-def reason(error: Exception) -> str:
-    """Return why something was not measured, in a line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -20,7 +20,7 @@ from typing import Any
 from gpuarena._files import replacing
 from gpuarena.bench import suite
 from gpuarena.bench._json import as_json
-from gpuarena.bench._labels import OUTCOMES, label
+from gpuarena.bench._labels import OUTCOMES, label, not_run
 from gpuarena.bench.suite import Job, Results
 from gpuarena.errors import BackendError
 
@@ -65,9 +65,7 @@ def run(
         There is no such device.
     """
     quick = quick or device == "fake-gpu"
-    jobs = [job for job in suite.chosen(names, gpu=gpu) if not (quick and job.quick is None)]
-    if device == "cpu":
-        jobs = [job for job in jobs if not job.only_gpu]
+    jobs = suite.fitting(suite.chosen(names, gpu=gpu), on_gpu=device != "cpu", quick=quick)
     work = _Work({"device": device, "quick": quick}, budget_s, stall_s, on_result)
     checks = [job for job in jobs if job.is_checks]
     if checks:
@@ -116,8 +114,7 @@ class _Work:
             done += _kept(entry)
             running = entry.pop("running", None)
             if why and running is not None:
-                nothing: dict[str, Any] = {"seconds": 0.0, "figures": {}, "groups": []}
-                done.append({"title": running, "passed": False, "why": why, **nothing})
+                done.append(not_run(running, False, why))
                 why = ""
             elif why or not was_lost:
                 break

@@ -18,7 +18,6 @@ outside; mode "reduce-overhead" on a GPU, as transformers has it, and "default" 
 from __future__ import annotations
 
 import functools
-import gc
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -28,9 +27,10 @@ import torch
 from gpuarena.bench import _caches, _compiled, _models
 from gpuarena.bench._caches import COMPILED, GPU_VARIANTS, OURS, REFERENCE, VARIANTS, Way
 from gpuarena.bench._floor import floor
+from gpuarena.bench._labels import reason
 from gpuarena.bench._models import Models
 from gpuarena.bench._peaks import step_memory
-from gpuarena.bench._steps import CHECKED, TOLERANCE, Steps, reason
+from gpuarena.bench._steps import CHECKED, TOLERANCE, Steps
 from gpuarena.bench.device import Device, device_of
 from gpuarena.bench.environment import environment
 from gpuarena.bench.harness import Group, Timing, Variant, WrongDataError, measure, rows
@@ -209,7 +209,7 @@ def measure_step(
     finally:
         if compiles:
             _compiled.forget()
-        _release(models.where)
+        models.where.give_back()
     if any(way.run_by == "graph" for way in ways.values()):
         failed["ArenaCache + gpuarena, graph"] = _compiled.NO_GRAPH_OF_VIEWS
     reference = OURS if OURS in timings else next(iter(timings), None)
@@ -271,7 +271,7 @@ def _timed(
             continue
         failed[name] = found
         if models.where.is_gpu and not left_out:
-            _release(models.where)  # before the next one takes memory
+            models.where.give_back()  # before the next one takes memory
     compiles = any(one.way.run_by == "compiler" for one in ready.values())
     n_graphs = _compiled.graph_counts()[0] if compiles else 0
     timings: dict[str, Timing] = {}
@@ -345,9 +345,3 @@ def _tokens(models: Models, batch: int, n: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(models.config.vocab_size, (n, batch, 1), generator=generator).to(models.device)
     return [one.clone() for one in ids]
-
-
-def _release(where: Device) -> None:
-    """Give back what nobody holds any more."""
-    gc.collect()
-    where.forget_peak()

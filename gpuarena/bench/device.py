@@ -6,6 +6,7 @@ is written for a GPU can be run from end to end without one: its figures mean no
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Callable
@@ -72,6 +73,11 @@ class Device:
 
     def forget_peak(self) -> None:
         """Begin a new peak, after returning unused memory of the caching allocator to the driver."""
+
+    def give_back(self) -> None:
+        """Give memory back that nobody holds any more, cycles among it, and begin a new peak."""
+        gc.collect()
+        self.forget_peak()
 
     def has_expandable_segments(self) -> bool:
         """Return whether the caching allocator has memory that it can grow in place."""

@@ -15,7 +15,6 @@ be recorded again; the others make a new one, as `generate` does.
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -127,8 +126,7 @@ def run(
         groups.append(group)
         on_group(group)
         if group["kind"] != "step":  # which does it itself
-            gc.collect()  # of cycles, so that the memory of one group is not there beside that of the next
-            where.forget_peak()
+            where.give_back()  # so that the memory of one group is not there beside that of the next
     return {
         "benchmark": "generate",
         "geometry": models.geometry,

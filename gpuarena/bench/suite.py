@@ -6,23 +6,22 @@ what only a GPU can show, then what a decoding step costs, then what it is made 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gpuarena.bench._labels import label
+from gpuarena.bench._labels import label, reason
 from gpuarena.bench.environment import environment
 from gpuarena.errors import ArgumentError
 
 if TYPE_CHECKING:  # what a suite is made of can be asked without torch
     from gpuarena.bench.device import Device
 
-__all__ = ["JOBS", "Job", "chosen", "run"]
+__all__ = ["JOBS", "Job", "chosen", "fitting", "run"]
 
 Results = dict[str, Any]
 
@@ -131,6 +130,11 @@ def chosen(names: Collection[str] | None, *, gpu: bool) -> list[Job]:
     return [job for job in JOBS if {job.benchmark, job.label} & {*names}]
 
 
+def fitting(jobs: Iterable[Job], *, on_gpu: bool, quick: bool) -> list[Job]:
+    """Return the jobs that say something about such a device, and can be as quick as is wanted."""
+    return [job for job in jobs if (on_gpu or not job.only_gpu) and not (quick and job.quick is None)]
+
+
 def run(
     names: Collection[str] | None = None,
     *,
@@ -190,8 +194,7 @@ def run(
             f"the checks of a GPU cannot run on {where.name}: take cuda, or fake-gpu for a dry run"
         )
     quick = quick or where.is_fake
-    jobs = [job for job in jobs if where.is_gpu or not job.only_gpu]
-    jobs = [job for job in jobs if not (quick and job.quick is None)]
+    jobs = fitting(jobs, on_gpu=where.is_gpu, quick=quick)
     began = time.monotonic()
     results: Results = {
         "benchmark": "all",
@@ -299,9 +302,8 @@ def _give_back(where: Device) -> str:
         import torch
 
         torch.compiler.reset()
-    gc.collect()
     try:
-        where.forget_peak()
+        where.give_back()
     except Exception as error:  # a failed kernel is told by every call after it
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return reason(error)
     return ""

@@ -53,7 +53,7 @@ def jobs(monkeypatch):
             )
         monkeypatch.setattr(suite, "environment", lambda device: {"device": device})  # which asks git
         # Doubles leave nothing behind; to collect what other tests left takes long.
-        monkeypatch.setattr(suite, "gc", types.SimpleNamespace(collect=lambda: 0))
+        monkeypatch.setattr("gpuarena.bench.device.gc", types.SimpleNamespace(collect=lambda: 0))
         monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
         monkeypatch.setattr(suite, "JOBS", tuple(Job(name, gpu_s=1, cpu_s=2) for name in bodies))
 

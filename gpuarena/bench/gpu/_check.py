@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -98,9 +97,8 @@ def run_check(check: Check, device: Device, *, quick: bool) -> dict[str, Any]:
         passed, why = False, f"{type(error).__name__}: {error}"
         trace = traceback.format_exc()[-_TRACE_LIMIT:]
     # After the error is gone, and with it the frames that held tensors: the next check finds the memory free.
-    gc.collect()
     with contextlib.suppress(Exception):  # a device that has failed for good says so in the next check
-        device.forget_peak()
+        device.give_back()
     return {
         "title": check.title,
         "passed": passed,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from gpuarena.bench.device import Device
 from gpuarena.bench.gpu._check import NotMeasuredError, Probe
 
@@ -20,8 +18,7 @@ def used_nbytes(device: Device) -> int:
     NotMeasuredError
         Nobody counts them.
     """
-    gc.collect()
-    device.forget_peak()
+    device.give_back()
     memory = device.memory()
     if memory is None:
         raise NotMeasuredError(f"nobody counts the memory of {device.name}")

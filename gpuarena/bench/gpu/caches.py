@@ -6,7 +6,6 @@ Beside the arena's caches stand those of transformers, without a model but where
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -184,8 +183,7 @@ def _peak(setup: Setup, device: Device, make: Callable[[], Any], n_tokens: int) 
 
     On a dry run the bytes are counted by operations, since nobody counts those of a CPU.
     """
-    gc.collect()
-    device.forget_peak()
+    device.give_back()
     before = None if device.is_fake else device.memory()
     token = tokens_of(setup, 1)[0]
     cache = make()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from gpuarena.bench._labels import not_run
 from gpuarena.bench.device import Device, device_of
 from gpuarena.bench.environment import environment
 from gpuarena.bench.gpu._check import Check, run_check
@@ -71,10 +72,10 @@ def run(
     for check in (check for check in checks() if check.title not in skipped):
         left = float("inf") if budget_s is None else budget_s - (time.monotonic() - began)
         if lost:
-            result = _left_out(check, lost) | {"lost": True}
+            result = not_run(check.title, None, lost) | {"lost": True}
         elif check.seconds > left:
             why = f"takes about {check.seconds:.0f} s, {max(left, 0):.0f} s of the budget were left"
-            result = _left_out(check, why)
+            result = not_run(check.title, None, why)
         else:
             on_start(check.title)
             result = run_check(check, where, quick=quick)
@@ -88,11 +89,6 @@ def run(
         "fake": where.is_fake,
         "checks": found,
     }
-
-
-def _left_out(check: Check, why: str) -> dict[str, Any]:
-    """Return the result of a check that is not run."""
-    return {"title": check.title, "passed": None, "why": why, "seconds": 0.0, "figures": {}, "groups": []}
 
 
 def _why_lost(check: Check, where: Device) -> str:
